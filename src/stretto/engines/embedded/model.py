@@ -1,0 +1,73 @@
+"""The engine's module: transformers' own model, with the attention of `kv.py` in the place of its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.models.checkpoint import empty_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION = "stretto_embedded"
+
+
+def build_module(directory: Path) -> PreTrainedModel:
+    """The checkpoint's model on the meta device, ready to be given weights. Raises ValueError when it cannot be embedded."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    module = empty_model(directory)
+    _check_supported(module.config)
+    module.config._attn_implementation = ATTENTION
+    return module.eval().requires_grad_(False)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    layer: Any = module.layer_idx
+    return options["stretto_step"].attend(layer, query, key, value, options["scaling"]), None
+
+
+def _check_supported(config: Any) -> None:
+    """Layers that look back over a window or carry a state need caches of their own, which this engine does not have."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    odd = sorted(kinds - {"full_attention"}) or (["sliding_window"] if window and "layer_types" not in config else [])
+    if odd:
+        raise ValueError(
+            f"the embedded engine serves full-attention models; {config.model_type} has {', '.join(odd)}. "
+            "Such a model needs the SGLang or the vLLM engine"
+        )
+
+
+def checkpoint_tensors(module: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights that a publication fills, by checkpoint name: tied copies are left out."""
+    tied = set(getattr(module, "all_tied_weights_keys", None) or {})
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in tied}
+
+
+def assign(module: PreTrainedModel, weights: Mapping[str, Tensor], device: torch.device) -> None:
+    """Make `weights` (by checkpoint name) the module's own tensors, without a copy, and build its buffers on `device`."""
+    module.load_state_dict({name: tensor.detach() for name, tensor in weights.items()}, assign=True, strict=False)
+    module.tie_weights()
+    _build_buffers(module, device)
+    left = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+    assert not left, f"tensors without values: {left}"
+    module.requires_grad_(False)
+
+
+def _build_buffers(module: PreTrainedModel, device: torch.device) -> None:
+    """Buffers that are not in a checkpoint (rotary frequencies) are functions of the config: transformers fills them."""
+    for child in module.modules():
+        missing = [name for name, buffer in child.named_buffers(recurse=False) if buffer.is_meta]
+        for name in missing:
+            child.register_buffer(name, torch.empty_like(child.get_buffer(name), device=device), persistent=False)
+        if missing:
+            module._init_weights(child)

@@ -1,0 +1,1 @@
+"""What a run writes down and shows: metrics, samples, the live view and the report."""

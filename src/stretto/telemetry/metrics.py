@@ -1,0 +1,119 @@
+"""The vocabulary of metrics, and the helpers that produce them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """What one metric is called and means; ``sentence`` says how it is counted."""
+
+    title: str
+    sentence: str
+
+
+PART_PREFIX = "reward/part/"
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("Reward", "Mean reward of the samples of the step."),
+    "reward/std": Metric("Reward spread", "Standard deviation of those rewards (divided by n)."),
+    "reward/zero_variance_share": Metric(
+        "Groups without signal", "Share of groups whose samples all have the same reward, hence zero advantage."
+    ),
+    "reward/failed_share": Metric(
+        "Failed rewards", "Share of samples dropped because a reward crashed, timed out or returned no usable number."
+    ),
+    "rollout/response_length_mean": Metric("Response length", "Mean response length, in tokens."),
+    "rollout/response_length_max": Metric("Longest response", "Longest response of the step, in tokens."),
+    "rollout/truncated_share": Metric("Truncated", "Share of responses cut off at the token limit."),
+    "rollout/tokens_per_s": Metric("Rollout speed", "Response tokens generated per second of the rollout phase."),
+    "train/loss": Metric("Loss", "The loss that was differentiated, averaged over the step's optimizer steps."),
+    "train/grad_norm": Metric("Gradient norm", "Global gradient norm before clipping."),
+    "train/clip_fraction": Metric("Clip fraction", "Share of loss tokens whose PPO ratio was clipped."),
+    "train/entropy": Metric("Entropy", "Mean entropy of the policy over loss tokens, in nats."),
+    "train/kl_reference": Metric("KL to reference", "Estimated KL divergence to the reference model, nats per token."),
+    "train/ratio_mean": Metric("Ratio", "Mean PPO ratio, current over old; 1 at the first optimizer step."),
+    "train/ratio_max_deviation": Metric("Ratio deviation", "Largest distance of a PPO ratio from 1."),
+    "train/lr": Metric("Learning rate", "Learning rate of the step's last optimizer step."),
+    "train/skipped_steps": Metric(
+        "Skipped steps", "Optimizer steps skipped in this step because a loss or gradient was not finite."
+    ),
+    "train/active_share": Metric("Active samples", "Share of samples that needed a backward pass."),
+    "train/tokens_per_s": Metric("Training speed", "Tokens trained on per second of the training phase."),
+    "mismatch/kl": Metric("Engine mismatch", "Estimated KL between the engine's and the trainer's log-probs, nats."),
+    "mismatch/logprob_diff_mean": Metric(
+        "Mean log-prob difference", "Mean |engine - trainer| log-prob of a sampled token."
+    ),
+    "mismatch/logprob_diff_max": Metric(
+        "Largest log-prob difference", "Largest |engine - trainer| log-prob of a sampled token."
+    ),
+    "mismatch/weight_mean": Metric("Mismatch weight", "Mean importance weight exp(old - behaviour) after its cap."),
+    "mismatch/capped_fraction": Metric("Capped weights", "Share of loss tokens whose mismatch weight hit the cap."),
+    "eval/score": Metric("Held-out score", "Mean reward on the held-out prompts."),
+    "eval/truncated_share": Metric("Held-out truncated", "Share of held-out responses cut off at the token limit."),
+    "eval/response_length_mean": Metric("Held-out length", "Mean held-out response length, in tokens."),
+    "sync/seconds": Metric("Weight sync", "Seconds from prepare to commit of the step's publication."),
+    "sync/bytes": Metric("Bytes synced", "Bytes that the publication moved; 0 when the engine shares the weights."),
+    "sync/version": Metric("Weight version", "Number of the publication that the engine serves."),
+    "tokens/generated": Metric("Generated", "Response tokens generated since the run began."),
+    "tokens/trained": Metric("Trained", "Response tokens of samples that were trained on, since the run began."),
+    "tokens/dropped": Metric("Dropped", "Response tokens of samples dropped for a reason, since the run began."),
+    "tokens/in_flight": Metric("In flight", "Response tokens generated and neither trained nor dropped yet."),
+    "tokens/per_s": Metric("Throughput", "Response tokens of the step per second of the whole step."),
+    "time/rollout": Metric("Rollout", "Seconds spent generating."),
+    "time/reward": Metric("Reward", "Seconds spent waiting for rewards."),
+    "time/train": Metric("Train", "Seconds spent in log-probs, forward, backward and optimizer."),
+    "time/sync": Metric("Sync", "Seconds spent publishing weights."),
+    "time/eval": Metric("Evaluation", "Seconds spent evaluating."),
+    "time/checkpoint": Metric("Checkpoint", "Seconds spent saving."),
+    "time/step": Metric("Step", "Seconds of the whole step, everything included."),
+    "memory/peak_bytes": Metric("Peak memory", "Peak memory of the process (CPU) or of its device (CUDA), in bytes."),
+}
+
+
+def describe(name: str) -> Metric:
+    """The title and meaning of a metric; a name outside the table (a custom one) is its own title."""
+    if name.startswith(PART_PREFIX):
+        part = name.removeprefix(PART_PREFIX)
+        return Metric(f"Reward part: {part}", f"Mean of the reward {part}, before its weight.")
+    return METRICS.get(name, Metric(name, ""))
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation (divided by n, so 0 for one value). Raises ValueError when there are no values."""
+    if not values:
+        raise ValueError("no values to average; leave the metric out of this step instead")
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+
+
+class PhaseTimer:
+    """Adds up wall seconds by phase: ``with timer("rollout"): ...``. Phases may repeat within a step but not nest."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._running: str | None = None
+        self._reset_at = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the seconds of the block as ``time/<phase>``, also when it raises."""
+        assert self._running is None, f"phase {phase} inside {self._running}: its seconds would count twice"
+        self._running, started = phase, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._running = None
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def metrics(self) -> dict[str, float]:
+        """``time/<phase>`` and ``time/step`` (everything since the last call, or construction), then start anew."""
+        now = time.perf_counter()
+        result = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        result["time/step"] = now - self._reset_at
+        self._seconds, self._reset_at = {}, now
+        return result

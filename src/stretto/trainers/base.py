@@ -1,0 +1,65 @@
+"""The contract of every trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from stretto.sync.layout import Layout
+from stretto.types import Batch, Rollout
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a batch did to the model: metrics over all ranks, equal on each, and whether the weights changed.
+
+    `bad_updates` counts optimizer steps that were skipped for a non-finite loss or gradient.
+    """
+
+    metrics: Mapping[str, float]
+    updates: int
+    bad_updates: int
+
+
+class Trainer(Protocol):
+    """Learns from batches. All ranks call every method together, each with its share of the samples."""
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
+        """Log-probs of each rollout's loss tokens at its temperature, in order, from the current weights."""
+        ...
+
+    def step(self, batch: Batch) -> StepReport:
+        """The optimizer step(s) of one batch. The result does not depend on how the batch is cut."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """A view of the current model weights by checkpoint name (sharded tensors stay sharded); nothing is copied."""
+        ...
+
+    def layout(self) -> Layout:
+        """Names, shapes and dtypes of `weights`."""
+        ...
+
+    def offload(self) -> None:
+        """Move to host memory what only `step` needs, when that frees device memory."""
+        ...
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write all that `load` needs to continue exactly, into an existing empty directory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Continue from what `save` wrote, also with another number of ranks."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint, into an existing empty directory."""
+        ...

@@ -1,0 +1,63 @@
+"""The model as the loss sees it: log-probs and entropies of chosen tokens, never the logits of a whole batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stretto.data.batching import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Settings under which a model changes its logits after the head, which `Policy` would not see.
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward pass ends in log-probs.
+
+    It is one module, and the root of the sharding, so that the head's weight is gathered with the embedding's.
+    """
+
+    def __init__(self, model: PreTrainedModel, logit_chunk_tokens: int):
+        super().__init__()
+        changed = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1, 1.0)]
+        if changed:
+            raise ValueError(f"{model.config.model_type} models with {changed[0]} are not supported by the fsdp trainer")
+        self.model = model
+        self.logit_chunk_tokens = logit_chunk_tokens
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] of the micro-batch's targets at their temperature, and the entropies [N] of the same distributions."""
+        mask = None if micro.attention_BLL is None else micro.attention_BLL[:, None]
+        base: Any = self.model.base_model
+        hidden_BLD = base(
+            input_ids=micro.input_ids_BL, position_ids=micro.position_ids_BL, attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        hidden_ND = hidden_BLD.flatten(0, 1)[micro.predict_N]
+        size = self.logit_chunk_tokens
+        parts = [
+            self._head(hidden_ND[i : i + size], micro.target_N[i : i + size], micro.temperature_N[i : i + size], len(hidden_ND) > size)
+            for i in range(0, max(1, len(hidden_ND)), size)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _head(self, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
+        if recompute and torch.is_grad_enabled():
+            # Only the hidden states are kept: a chunk's logits are computed again in the backward pass.
+            return checkpoint(_token_logprobs, self.model.lm_head, hidden_ND, target_N, temperature_N, use_reentrant=False)  # type: ignore[return-value]
+        return _token_logprobs(self.model.lm_head, hidden_ND, target_N, temperature_N)
+
+
+def _token_logprobs(head: Any, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+    logits_NV = head(hidden_ND)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature_N[:, None]
+    total_N = logits_NV.logsumexp(-1)
+    logprobs_N = logits_NV.gather(-1, target_N[:, None])[:, 0] - total_N
+    entropies_N = total_N - ((logits_NV - total_N[:, None]).exp() * logits_NV).sum(-1)
+    return logprobs_N, entropies_N

@@ -1,0 +1,82 @@
+"""The trainer's weights and optimizer state: views, files and moves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from stretto.trainers.fsdp.policy import Policy
+from stretto.world import World, whole
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*")
+
+
+def checkpoint_tensors(policy: Policy) -> Mapping[str, Tensor]:
+    """The model's own tensors by checkpoint name; tied copies are left out."""
+    model: Any = policy.model
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
+
+
+def save(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Write weights, optimizer and step count with torch.distributed.checkpoint."""
+    model, optim = get_state_dict(policy, optimizer, options=_OPTIONS)
+    dcp.save({"model": model, "optimizer": optim, "updates": updates}, checkpoint_id=directory, no_dist=not dist.is_initialized())
+
+
+def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
+    """Read what `save` wrote into the policy and the optimizer, resharding it; returns the step count."""
+    model, optim = get_state_dict(policy, optimizer, options=_OPTIONS)
+    read: dict[str, Any] = {"model": model, "optimizer": optim, "updates": 0}
+    try:
+        dcp.load(read, checkpoint_id=directory, no_dist=not dist.is_initialized())
+    except Exception as error:
+        raise ValueError(
+            f"cannot read the checkpoint {directory}: {type(error).__name__}: {error}; resume from another one, or remove it"
+        ) from error
+    set_state_dict(policy, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=_OPTIONS)
+    return int(read["updates"])
+
+
+def export(directory: Path, policy: Policy, source: Path, world: World) -> None:
+    """Write a Hugging Face checkpoint in the dtype of `source`, the one that training started from, with its tokenizer."""
+    settings = json.loads((source / "config.json").read_text())
+    dtype = getattr(torch, settings.get("dtype") or settings.get("torch_dtype") or "float32")
+    # One tensor at a time is whole on a device; the first rank collects them in host memory.
+    tensors = {}
+    for name, tensor in checkpoint_tensors(policy).items():
+        full = whole(tensor.detach())
+        if world.first:
+            tensors[name] = full.to("cpu", dtype, copy=True)
+    if world.first:
+        model: Any = policy.model
+        model.save_pretrained(directory, state_dict=tensors)
+        _restore_settings(directory, settings)
+        for pattern in (*_TOKENIZER_FILES, "generation_config.json"):
+            for file in source.glob(pattern):
+                shutil.copy2(file, directory / file.name)
+    world.barrier()
+
+
+def _restore_settings(directory: Path, settings: dict[str, Any]) -> None:
+    """The exported config.json is the source's own: training changes weights, not the architecture."""
+    (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the optimizer's tensors (the local shards, when sharded) to `device`."""
+    for slots in optimizer.state.values():
+        for tensor in slots.values():
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            if isinstance(local, Tensor) and local.ndim and local.device != device:
+                local.data = local.data.to(device, non_blocking=False)

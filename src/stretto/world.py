@@ -1,0 +1,101 @@
+"""The processes of one SPMD group: one process, or N started by torchrun, on CPU (gloo) or CUDA (NCCL)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_DEADLINE = timedelta(minutes=10)
+
+
+class World(NamedTuple):
+    """This process's place. Collective methods must be called by every rank."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the files and speaks to the terminal."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, operation)
+        return tensor.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's (picklable) value, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """The first rank's (picklable) value."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.sum([0.0])
+
+
+def join_world() -> World:
+    """Join the group that torchrun's environment describes, or be alone.
+
+    A sharded or mixed-precision model needs a process group even for one rank; `ensure_group` makes it.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    world = World(rank, size, device)
+    if size > 1:
+        ensure_group(world)
+    return world
+
+
+def ensure_group(world: World) -> None:
+    """Make the default process group if there is none: over torchrun's address, or in this process's memory."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    if world.size > 1:
+        dist.init_process_group(backend, timeout=_DEADLINE)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_DEADLINE)
+
+
+def leave_world() -> None:
+    """Undo `join_world`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor on every rank: gathered when it is sharded (then all ranks must call), else the tensor itself."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if gather is not None else tensor

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.config import RunConfig, config_from_dict, dump_toml, load_config
+
+TEXT = """
+run_dir = "out"
+[model]
+path = "model"
+[data]
+source = "rows.jsonl"
+[eval]
+source = "held.parquet"
+[reward]
+functions = ["score.py:f", "package.module:f", "math_verify"]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run file in project/, while the current directory is elsewhere/."""
+    for directory in ("project/model", "elsewhere/other"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "project/run.toml").write_text(TEXT)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "project"
+
+
+def test_files_of_a_run_file_are_relative_to_it(project: Path) -> None:
+    config = load_config(Path("../project/run.toml"))
+    assert config.model.path == str(project / "model")
+    assert config.data.source == str(project / "rows.jsonl")
+    assert config.eval.source == str(project / "held.parquet")
+    assert config.reward.functions == [f"{project}/score.py:f", "package.module:f", "math_verify"]
+    assert config.run_dir == "out"
+
+
+def test_files_of_overrides_are_relative_to_the_current_directory(project: Path) -> None:
+    arguments = ["--model.path", "other", "--data.source=more.jsonl", "--reward.functions", '["../s.py:g"]']
+    config = load_config(project / "run.toml", arguments)
+    here = project.parent / "elsewhere"
+    assert config.model.path == str(here / "other")
+    assert config.data.source == str(here / "more.jsonl")
+    assert config.reward.functions == [f"{project.parent}/s.py:g"]
+
+
+@pytest.mark.parametrize("name", ["org/model", "smollm2", "model", "/absolute/model"])
+def test_names_that_are_no_files_here_stay(project: Path, name: str) -> None:
+    (project.parent / "elsewhere/smollm2").mkdir()
+    assert load_config(project / "run.toml", ["--model.path", name]).model.path == name
+
+
+def test_a_spelling_that_can_only_be_a_path_is_one_though_nothing_is_there(project: Path) -> None:
+    config = load_config(project / "run.toml", ["--model.path", "../gone"])
+    assert config.model.path == str(project.parent / "gone")
+
+
+def test_a_dumped_file_means_the_same_from_anywhere(project: Path) -> None:
+    made = RunConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"source": "rows.jsonl"}, "reward": {"functions": ["r.py:f"]}}
+    )
+    (project / "config.toml").write_text(dump_toml(made))
+    loaded = load_config(project / "config.toml")
+    assert loaded.data.source == str(project.parent / "elsewhere/rows.jsonl")
+    assert loaded == config_from_dict(made.model_dump(exclude_unset=True))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stretto.config import ConfigError, RunConfig, config_from_dict
+from stretto.config.keys import keys
+from stretto.config.relevance import IGNORED
+
+BASE: dict[str, Any] = {
+    "model.path": "m",
+    "data.source": "org/prompts",
+    "reward.functions": ["math_verify"],
+    "algorithm.kl_coef": 0.1,
+    "algorithm.aggregation": "constant_length",
+    "trainer.schedule": "cosine",
+    "data.heldout": 5,
+    "rollout.top_p": 0.9,
+    "rollout.allow_filtered_sampling": True,
+}
+# For each rule of the table, what to change in BASE so that it ignores its keys.
+CHANGES: dict[str, dict[str, Any]] = {
+    "algorithm.kl_coef is 0": {"algorithm.kl_coef": 0.0},
+    'algorithm.old_logprobs = "behaviour" leaves no mismatch to weigh': {"algorithm.old_logprobs": "behaviour"},
+    'algorithm.mismatch is "off"': {"algorithm.mismatch": "off"},
+    'algorithm.aggregation is not "constant_length"': {"algorithm.aggregation": "token_mean"},
+    'trainer.schedule is "constant"': {"trainer.schedule": "constant"},
+    "eval.source names the held-out prompts": {"eval.source": "org/held"},
+    "nothing is held out: set data.heldout or eval.source": {"data.heldout": None},
+    "data.source is not a reasoning_gym dataset": {},
+    "reasoning_gym datasets have their own columns": {"data.source": "reasoning_gym:chain_sum"},
+    "a file has no splits": {"data.source": "rows.jsonl"},
+    "data.chat is false": {"data.chat": False},
+    "no filter (rollout.top_p, top_k, min_p) is on": {"rollout.top_p": 1.0},
+}
+VALUES: dict[str, Any] = {
+    "data.args": {"size": 5},
+    "data.prompt_key": "p",
+    "data.label_key": "l",
+    "data.system": "s",
+    "eval.limit": 3,
+    "algorithm.constant_length": 9,
+    "data.heldout": 5,
+    "rollout.allow_filtered_sampling": True,
+}
+CASES = [(rule.why, key) for rule in IGNORED for key in rule.keys]
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    raw: dict[str, Any] = {}
+    for key, value in flat.items():
+        section, _, name = key.partition(".")
+        if value is not None:
+            raw.setdefault(section, {})[name] = value
+    return raw
+
+
+def test_every_rule_of_the_table_is_tested_below() -> None:
+    assert {rule.why for rule in IGNORED} == set(CHANGES)
+    assert {key for rule in IGNORED for key in rule.keys} <= set(keys())
+
+
+@pytest.mark.parametrize(("why", "key"), CASES)
+def test_a_key_that_would_be_ignored_is_an_error(why: str, key: str) -> None:
+    value = VALUES.get(key, keys()[key].default)
+    changed = BASE | CHANGES[why]
+    without = nested({name: item for name, item in changed.items() if name != key})
+    config_from_dict(without)
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(nested(changed | {key: value}))
+    assert f"{key} is ignored because {why}; remove it or change that" in str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("key", sorted({key for _, key in CASES} - {"data.args"}))
+def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
+    value = VALUES.get(key, keys()[key].default)
+    config = config_from_dict(nested(BASE | {key: value}))
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config, section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rollout.allow_filtered_sampling": None}, "rollout.top_p filters the distribution"),
+        ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values for 1 functions"),
+        (
+            {"rollout.prompts_per_step": 2, "rollout.samples_per_prompt": 2, "trainer.updates_per_batch": 5},
+            "trainer.updates_per_batch = 5 is more than the 4 samples of a step",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_errors(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_from_dict(nested(BASE | change))
+
+
+def test_every_ignored_and_contradicting_key_is_named_at_once() -> None:
+    change = {"algorithm.kl_coef": 0.0, "algorithm.kl_estimator": "k1", "data.split": "a", "data.source": "x.jsonl"}
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(nested(BASE | change | {"reward.weights": [1.0, 2.0]}))
+    named = [line.split(" ")[0] for line in str(caught.value).splitlines()]
+    assert named == ["algorithm.kl_estimator", "data.split", "reward.weights"]
+
+
+def test_the_rules_hold_for_a_config_made_in_python() -> None:
+    with pytest.raises(ValueError, match="kl_estimator is ignored"):
+        RunConfig.model_validate(nested(BASE | {"algorithm.kl_coef": 0.0, "algorithm.kl_estimator": "k1"}))
