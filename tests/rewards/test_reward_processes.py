@@ -73,12 +73,13 @@ def wait_gone(processes: list[psutil.Process]) -> list[psutil.Process]:
 def test_no_worker_outlives_a_parent_that_was_killed(tmp_path: Path, reward: str) -> None:
     parent, children = start_parent(tmp_path, reward)
     parent.kill()
-    parent.communicate()
+    parent.wait(DEADLINE_S)
     assert wait_gone(children) == []
+    parent.communicate()
 
 
 def test_ctrl_c_ends_the_parent_without_tracebacks_of_workers(tmp_path: Path) -> None:
-    parent, children = start_parent(tmp_path, "sleeps")
+    parent, children = start_parent(tmp_path, "other_simple")
     os.killpg(parent.pid, signal.SIGINT)
     out, err = parent.communicate(timeout=DEADLINE_S)
     assert (out, err, parent.returncode) == ("closed\n", "", 0)
@@ -102,7 +103,7 @@ def test_a_worker_killed_while_idle_is_replaced(open_pool: Callable[..., RewardP
     workers = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
     for process in workers:
         process.kill()
-    psutil.wait_procs(workers, timeout=10)
+    assert wait_gone(workers) == []
     assert [score.reward for score in pool.submit(group("7", "8")).result(DEADLINE_S)] == [1.0, 0.0]
 
 

@@ -104,5 +104,5 @@ def test_builtins_score_in_a_worker(open_pool: Callable[..., RewardPool]) -> Non
 
 
 def test_builtins_say_which_column_they_miss() -> None:
-    with pytest.raises(ValueError, match="`answer`.* gold"):
+    with pytest.raises(ValueError, match=r"`answer`.* gold"):
         adapt(resolve("math_verify"), "math_verify").check_columns(["gold"])

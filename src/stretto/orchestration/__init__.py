@@ -1,0 +1,1 @@
+"""Orchestration: the loop, and putting its parts together."""

@@ -1,0 +1,239 @@
+"""The colocated loop: generation and training take turns on the same devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stretto.config.run import RunConfig
+from stretto.errors import RunError
+from stretto.orchestration import measure
+from stretto.orchestration.checkpoint import CheckpointStore, write_aside, write_directory
+from stretto.orchestration.evaluate import Evaluator
+from stretto.orchestration.queue import InlineQueue, TokenCounts
+from stretto.orchestration.rollouts import Scored, Watch
+from stretto.orchestration.selection import check_failures, enqueue, take_batch
+from stretto.orchestration.sources import SampleSource
+from stretto.sync.publication import Publisher
+from stretto.telemetry.runlog import RunLog
+from stretto.trainers import StepReport, Trainer
+from stretto.types import Batch, Version
+from stretto.world import World
+
+
+@dataclass
+class Progressed:
+    """What a run has come to: saved in every checkpoint, beside the trainer's state."""
+
+    step: int = 0
+    incarnation: int = 1
+    skipped_updates: int = 0
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    eval_first: float | None = None
+    eval_last: float | None = None
+    best_step: int | None = None
+    best_score: float | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. Scores are None without held-out prompts."""
+
+    run_dir: Path
+    steps: int
+    heldout_before: float | None
+    heldout_after: float | None
+    best_step: int | None
+    best_score: float | None
+
+
+@dataclass
+class Parts:
+    """Everything the loop turns; `publisher` is None when recorded rollouts are replayed, `log` on ranks but the first."""
+
+    config: RunConfig
+    world: World
+    trainer: Trainer
+    source: SampleSource
+    publisher: Publisher | None
+    evaluator: Evaluator | None
+    checkpoints: CheckpointStore
+    tokenizer: Any
+    log: RunLog | None
+    watch: Watch
+    run_dir: Path
+
+
+class ColocatedRun:
+    """prompts -> engine -> rewards -> queue -> trainer -> publication, once a step."""
+
+    def __init__(self, parts: Parts, progressed: Progressed):
+        self._parts, self._config, self._world = parts, parts.config, parts.world
+        self._so_far = progressed
+        self._queue = InlineQueue(progressed.tokens)
+
+    def run(self) -> RunResult:
+        """Turn the loop to the last step. Raises RunError when the run has to stop."""
+        with self._publication(self._so_far.step):
+            pass  # the engine starts with the weights that the trainer starts with
+        if self._so_far.step == 0:
+            self._log(0, self._evaluate(0) | self._parts.watch.timer.metrics())
+        for step in range(self._so_far.step, self._config.steps):
+            metrics = self._step(step)
+            self._so_far.step = step + 1
+            if self._evaluation_due(step + 1):
+                metrics |= self._evaluate(step + 1)
+            self._finish_step(step + 1, metrics)
+            if self._checkpoint_due(step + 1):
+                self._save(step + 1)
+        so_far = self._so_far
+        return RunResult(
+            self._parts.run_dir, so_far.step, so_far.eval_first, so_far.eval_last, so_far.best_step, so_far.best_score
+        )
+
+    def _step(self, step: int) -> dict[str, Any]:
+        """One batch: generated, scored, trained on, published."""
+        before = self._queue.tokens.generated
+        scored = self._parts.source.collect(step, self._parts.watch)
+        self._report_failures(check_failures(scored, self._config, self._world))
+        enqueue(self._queue, scored)
+        batch, constant = take_batch(self._queue, self._config)
+        if not self._world.sum([len(batch.rollouts)])[0]:
+            raise RunError(f"step {step + 1} has no sample left to train on: {dict(self._queue.reasons)}")
+        with self._publication(step + 1) as moved:
+            report = self._learn(batch)
+        self._end(batch, report, step + 1)
+        self._keep_samples(step + 1, "train", scored[: self._config.telemetry.samples_per_step])
+        self._so_far.skipped_updates += report.bad_updates
+        groups = len({rollout.group_id for rollout in batch.rollouts})
+        return {
+            **measure.sample_metrics(scored, constant, groups, self._world),
+            **report.metrics,
+            **measure.token_metrics(self._queue, self._world),
+            "train/skipped_steps": self._so_far.skipped_updates,
+            "sync/bytes": sum(moved),
+            "sync/version": step + 1,
+            "memory/peak_bytes": measure.peak_memory(self._world),
+            "tokens/step": self._world.sum([self._queue.tokens.generated - before])[0],
+        }
+
+    def _learn(self, batch: Batch) -> StepReport:
+        self._parts.watch.progress.phase("train", 1)
+        with self._parts.watch.timer("train"):
+            self._parts.trainer.onload()
+            report = self._parts.trainer.step(batch)
+        self._parts.watch.progress.advance()
+        return report
+
+    @contextmanager
+    def _publication(self, number: int) -> Iterator[list[int]]:
+        """The optimizer step happens inside, while no token is computed; then the version flips. Yields the bytes moved."""
+        moved: list[int] = []
+        publisher = self._parts.publisher
+        if publisher is None:
+            yield moved
+            return
+        publisher.open(Version(self._so_far.incarnation, number))
+        yield moved
+        with self._parts.watch.timer("sync"):
+            moved.append(publisher.close())
+
+    def _end(self, batch: Batch, report: StepReport, step: int) -> None:
+        """End the reservations of the batch and write the ledger."""
+        trained = sorted({(rollout.group_id, rollout.source_row) for rollout in batch.rollouts})
+        for group_id, _ in trained:
+            if report.updates:
+                self._queue.end_trained(group_id)
+            else:
+                self._queue.end_dropped(group_id, "bad_update")
+        ended = self._world.gather((trained, self._queue.reasons))
+        self._queue.reasons = Counter()
+        rows = [row for _, row in sorted(pair for pairs, _ in ended for pair in pairs)]
+        if self._parts.log is not None:
+            dropped = dict(sum((reasons for _, reasons in ended), Counter()))
+            self._parts.log.ledger(step, {"trained" if report.updates else "bad_update": rows, "dropped": dropped})
+
+    def _finish_step(self, step: int, metrics: dict[str, Any]) -> None:
+        new = metrics.pop("tokens/step")
+        times = self._parts.watch.timer.metrics()
+        metrics |= times
+        metrics |= measure.rate_metrics(times, new)
+        metrics["sync/seconds"] = times.get("time/sync", 0.0)
+        self._log(step, metrics)
+        self._parts.watch.progress.step(step, metrics)
+
+    def _log(self, step: int, metrics: dict[str, Any]) -> None:
+        if self._parts.log is not None:
+            self._parts.log.log(step, metrics)
+
+    def _report_failures(self, failures: Sequence[str]) -> None:
+        for text in failures:
+            self._parts.watch.progress.note(f"dropped {text}")
+
+    def _keep_samples(self, step: int, kind: str, scored: Sequence[Scored]) -> None:
+        if self._parts.log is None:
+            return
+        decode = self._parts.tokenizer.decode
+        self._parts.log.samples(step, [
+            {
+                "kind": kind,
+                "row": one.rollout.source_row,
+                "prompt": decode(one.rollout.prompt_ids),
+                "response": decode(one.rollout.response_ids),
+                "reward": one.rollout.reward,
+                "failure": asdict(one.score.failure) if one.score.failure else None,
+                "finish_reason": str(one.rollout.finish_reason),
+            }
+            for one in scored
+        ])
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self._config.eval.every
+        return bool(self._parts.evaluator) and (step == self._config.steps or bool(every and step % every == 0))
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Score the held-out prompts; a new best is exported to `best/`."""
+        if not self._parts.evaluator:
+            return {}
+        evaluation = self._parts.evaluator.run(self._parts.watch)
+        self._keep_samples(step, "eval", evaluation.shown)
+        score = evaluation.metrics.get("eval/score")
+        so_far = self._so_far
+        so_far.eval_last = score
+        if step == 0:
+            so_far.eval_first = score
+            self._parts.watch.progress.note(f"held-out score before training: {score if score is None else round(score, 4)}")
+        elif score is not None and (so_far.best_score is None or score > so_far.best_score):
+            so_far.best_step, so_far.best_score = step, score
+            with self._parts.watch.timer("checkpoint"):
+                self._keep_best(step, score)
+        return evaluation.metrics
+
+    def _keep_best(self, step: int, score: float) -> None:
+        try:
+            write_directory(self._parts.run_dir / "best", self._parts.trainer.export, self._world)
+            if self._world.first:
+                write_aside(self._parts.run_dir / "best.json", f'{{"step": {step}, "score": {score}}}\n')
+        except OSError as error:
+            raise RunError(f"the best model so far could not be written: {error}; make room and resume") from error
+
+    def _checkpoint_due(self, step: int) -> bool:
+        every = self._config.checkpoint.every
+        return step == self._config.steps or bool(every and step % every == 0)
+
+    def _save(self, step: int) -> None:
+        def write(directory: Path) -> None:
+            for name, save in (("state", self._parts.trainer.save), ("hf", self._parts.trainer.export)):
+                if self._world.first:
+                    (directory / name).mkdir()
+                self._world.barrier()
+                save(directory / name)
+
+        totals = measure.token_metrics(self._queue, self._world)
+        self._so_far.tokens = TokenCounts(*(int(totals[f"tokens/{k}"]) for k in ("generated", "trained", "dropped")))
+        with self._parts.watch.timer("checkpoint"):
+            self._parts.checkpoints.save(step, asdict(self._so_far), write)

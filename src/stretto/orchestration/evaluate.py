@@ -1,0 +1,63 @@
+"""Evaluation on the held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto.config.run import RunConfig
+from stretto.orchestration.rollouts import EVAL, Job, RolloutPhase, Scored, Watch, sample_seed
+from stretto.telemetry.metrics import mean_std
+from stretto.types import FinishReason, Prompt, Sampling
+from stretto.world import World
+
+_SHOWN = 32
+"""Prompts whose answers are kept at every evaluation, so that before and after can be compared."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics over all ranks, and this evaluation's shown samples (on every rank)."""
+
+    metrics: dict[str, float]
+    shown: list[Scored]
+
+
+class Evaluator:
+    """Answers the held-out prompts, the same ones with the same seeds every time."""
+
+    def __init__(self, config: RunConfig, world: World, prompts: Sequence[Prompt], phase: RolloutPhase):
+        self._config, self._world = config, world
+        self._prompts, self._phase = prompts, phase
+
+    def __bool__(self) -> bool:
+        return bool(self._prompts)
+
+    def run(self, watch: Watch) -> Evaluation:
+        """Generate and score. A sample that could not be scored is counted and left out of the score, never taken for 0."""
+        evaluation, rollout = self._config.eval, self._config.rollout
+        sampling = Sampling(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=evaluation.temperature,
+            stop=tuple(rollout.stop),
+            stop_ids=tuple(rollout.stop_ids),
+        )
+        jobs = [
+            Job(at, self._prompts[at], tuple(sample_seed(self._config.seed, EVAL, at, i) for i in range(evaluation.samples)))
+            for at in range(self._world.rank, len(self._prompts), self._world.size)
+        ]
+        mine = self._phase.run(jobs, sampling, watch, "eval")
+        everyone = [one for part in self._world.gather(mine) for one in part]
+        everyone.sort(key=lambda one: (one.rollout.group_id, one.index))
+        return Evaluation(_metrics(everyone), [one for one in everyone if one.rollout.group_id < _SHOWN])
+
+
+def _metrics(scored: Sequence[Scored]) -> dict[str, float]:
+    rewards = [one.rollout.reward for one in scored if one.rollout.reward is not None]
+    lengths = [len(one.rollout.response_ids) for one in scored]
+    metrics = {
+        "eval/response_length_mean": sum(lengths) / len(lengths),
+        "eval/truncated_share": sum(one.rollout.finish_reason is FinishReason.LENGTH for one in scored) / len(scored),
+        "eval/failed_share": 1 - len(rewards) / len(scored),
+    }
+    return metrics | ({"eval/score": mean_std(rewards)[0]} if rewards else {})

@@ -1,0 +1,70 @@
+"""The metrics of a step, over all ranks."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stretto.orchestration.queue import InlineQueue
+from stretto.orchestration.rollouts import Scored
+from stretto.telemetry.metrics import mean_std
+from stretto.types import FinishReason
+from stretto.world import World
+
+
+def sample_metrics(scored: Sequence[Scored], constant_groups: int, groups: int, world: World) -> dict[str, float]:
+    """reward/* and rollout/* of this step's samples. All ranks call together."""
+    rows = [row for part in world.gather([_row(one) for one in scored]) for row in part]
+    constant, total = world.sum([constant_groups, groups])
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    lengths = [row["length"] for row in rows]
+    failures = Counter(row["failure"] for row in rows if row["failure"])
+    metrics = {
+        "reward/failed_share": sum(failures.values()) / len(rows),
+        "reward/zero_variance_share": constant / total if total else 0.0,
+        "rollout/response_length_mean": sum(lengths) / len(rows),
+        "rollout/response_length_max": float(max(lengths)),
+        "rollout/truncated_share": sum(row["truncated"] for row in rows) / len(rows),
+    }
+    if rewards:
+        metrics["reward/mean"], metrics["reward/std"] = mean_std(rewards)
+    for name in sorted({name for row in rows for name in row["parts"]}):
+        metrics[f"reward/part/{name}"] = mean_std([row["parts"][name] for row in rows if name in row["parts"]])[0]
+    return metrics | {f"reward/failed/{kind}": count / len(rows) for kind, count in failures.items()}
+
+
+def _row(one: Scored) -> dict[str, Any]:
+    return {
+        "reward": one.rollout.reward,
+        "parts": dict(one.rollout.reward_parts),
+        "length": len(one.rollout.response_ids),
+        "truncated": one.rollout.finish_reason is FinishReason.LENGTH,
+        "failure": one.score.failure.kind if one.score.failure else None,
+    }
+
+
+def token_metrics(queue: InlineQueue, world: World) -> dict[str, float]:
+    """tokens/*: running totals over all ranks."""
+    tokens = queue.tokens
+    values = world.sum([tokens.generated, tokens.trained, tokens.dropped, tokens.in_flight])
+    names = ("tokens/generated", "tokens/trained", "tokens/dropped", "tokens/in_flight")
+    return {name: int(value) for name, value in zip(names, values, strict=True)}
+
+
+def rate_metrics(times: Mapping[str, float], new_tokens: float) -> dict[str, float]:
+    """Tokens per second of the step and of its rollout and training phases."""
+    rates = {"tokens/per_s": "time/step", "rollout/tokens_per_s": "time/rollout", "train/tokens_per_s": "time/train"}
+    return {name: new_tokens / times[phase] for name, phase in rates.items() if times.get(phase)}
+
+
+def peak_memory(world: World) -> float:
+    """Bytes: the most that any rank had allocated, of device memory on CUDA, of the process's resident memory on CPU."""
+    if world.device.type == "cuda":
+        return world.max([torch.cuda.max_memory_allocated()])[0]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return world.max([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit])[0]

@@ -1,0 +1,150 @@
+"""The sample queue: what was reserved for generation and how each reservation ended."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from stretto.types import Rollout
+
+
+@dataclass
+class TokenCounts:
+    """Response tokens since the run began: generated = trained + dropped + in flight, always."""
+
+    generated: int = 0
+    trained: int = 0
+    dropped: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Generated, and neither trained nor dropped yet."""
+        return self.generated - self.trained - self.dropped
+
+
+class SampleQueue(Protocol):
+    """Every reservation (one sample of a group) ends exactly once: trained, dropped with a reason, or returned."""
+
+    def reserve(self, group_id: int, samples: int) -> None:
+        """Samples of a group are about to be generated."""
+        ...
+
+    def offer(self, group_id: int, index: int, rollout: Rollout) -> None:
+        """A sample was generated and scored."""
+        ...
+
+    def drop(self, group_id: int, index: int, tokens: int, reason: str) -> None:
+        """A sample that was never offered is given up after `tokens` response tokens."""
+        ...
+
+    def take(self) -> Mapping[int, list[Rollout]]:
+        """Complete groups (every sample offered or dropped), by group id; they stay in flight until they end."""
+        ...
+
+    def end_trained(self, group_id: int) -> None:
+        """The group's taken samples were trained on."""
+        ...
+
+    def end_dropped(self, group_id: int, reason: str) -> None:
+        """The group's taken samples are given up."""
+        ...
+
+    def give_back(self, group_id: int) -> None:
+        """The group's samples return to the prompts; tokens already generated for them count as dropped."""
+        ...
+
+    def oldest_s(self) -> float:
+        """Seconds since the oldest unended reservation was made; 0 when there is none."""
+        ...
+
+
+@dataclass
+class _Group:
+    samples: int
+    reserved_at: float
+    offered: dict[int, Rollout] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    taken: bool = False
+
+    def check_open(self, index: int) -> None:
+        assert 0 <= index < self.samples, f"sample {index} was never reserved"
+        assert index not in self.offered, f"sample {index} was already offered"
+        assert index not in self.ended, f"sample {index} already ended"
+
+    @property
+    def complete(self) -> bool:
+        return len(self.offered) + len(self.ended) == self.samples
+
+
+class InlineQueue:
+    """Meets :class:`SampleQueue` inside one process. `tokens` may carry on from a checkpoint."""
+
+    def __init__(self, tokens: TokenCounts | None = None):
+        self.tokens = tokens or TokenCounts()
+        self.reasons: Counter[str] = Counter()
+        self._groups: dict[int, _Group] = {}
+
+    def reserve(self, group_id: int, samples: int) -> None:
+        """See the contract."""
+        assert group_id not in self._groups, f"group {group_id} is reserved already"
+        self._groups[group_id] = _Group(samples, time.monotonic())
+
+    def offer(self, group_id: int, index: int, rollout: Rollout) -> None:
+        """See the contract."""
+        group = self._groups[group_id]
+        group.check_open(index)
+        group.offered[index] = rollout
+        self.tokens.generated += len(rollout.response_ids)
+
+    def drop(self, group_id: int, index: int, tokens: int, reason: str) -> None:
+        """See the contract."""
+        group = self._groups[group_id]
+        group.check_open(index)
+        group.ended.add(index)
+        self.tokens.generated += tokens
+        self._count_dropped(tokens, reason, 1)
+        self._forget_if_ended(group_id)
+
+    def take(self) -> dict[int, list[Rollout]]:
+        """See the contract."""
+        ready = {key: group for key, group in sorted(self._groups.items()) if group.complete and not group.taken}
+        for group in ready.values():
+            group.taken = True
+        return {key: [group.offered[index] for index in sorted(group.offered)] for key, group in ready.items()}
+
+    def end_trained(self, group_id: int) -> None:
+        """See the contract."""
+        group = self._end(group_id)
+        self.tokens.trained += sum(len(rollout.response_ids) for rollout in group.offered.values())
+
+    def end_dropped(self, group_id: int, reason: str) -> None:
+        """See the contract."""
+        group = self._end(group_id)
+        tokens = sum(len(rollout.response_ids) for rollout in group.offered.values())
+        self._count_dropped(tokens, reason, len(group.offered))
+
+    def give_back(self, group_id: int) -> None:
+        """See the contract."""
+        group = self._groups.pop(group_id)
+        self._count_dropped(sum(len(rollout.response_ids) for rollout in group.offered.values()), "returned", 0)
+
+    def oldest_s(self) -> float:
+        """See the contract."""
+        return max((time.monotonic() - group.reserved_at for group in self._groups.values()), default=0.0)
+
+    def _end(self, group_id: int) -> _Group:
+        group = self._groups.pop(group_id)
+        assert group.taken, f"group {group_id} ends before it was taken"
+        return group
+
+    def _count_dropped(self, tokens: int, reason: str, samples: int) -> None:
+        self.tokens.dropped += tokens
+        self.reasons[reason] += samples
+
+    def _forget_if_ended(self, group_id: int) -> None:
+        group = self._groups[group_id]
+        if len(group.ended) == group.samples:
+            del self._groups[group_id]

@@ -1,0 +1,52 @@
+"""The directory of a run: made once, held by one process group at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stretto.config import RunConfig, dump_toml
+from stretto.orchestration.checkpoint import write_aside
+from stretto.world import World
+
+
+def create(config: RunConfig, world: World) -> Path:
+    """Make the run's directory and put the resolved configuration into it. Raises ValueError when it holds a run."""
+    run_dir = Path(config.directory)
+    problem = None
+    if world.first:
+        if (run_dir / "config.toml").exists():
+            problem = (
+                f"{run_dir} already holds a run; continue it with `stretto train --resume {run_dir}`, or set another "
+                "name or run_dir"
+            )
+        else:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                write_aside(run_dir / "config.toml", dump_toml(config))
+            except OSError as error:
+                problem = f"cannot make the run directory {run_dir}: {error.strerror}; set run_dir to a writable place"
+    problem = world.from_first(problem)
+    if problem:
+        raise ValueError(problem)
+    return run_dir
+
+
+@contextmanager
+def claim(run_dir: Path, world: World) -> Iterator[None]:
+    """Hold the run directory: a second run or resume of it is refused while this one lives."""
+    if not world.first:
+        yield
+        return
+    handle = os.open(run_dir / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{run_dir} is in use by another process; wait for it or stop it") from None
+        yield
+    finally:
+        os.close(handle)

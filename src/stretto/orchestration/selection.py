@@ -1,0 +1,60 @@
+"""From scored samples to a batch: what cannot be trained on is dropped with its reason, the rest gets advantages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from stretto.algorithms.advantages import group_advantages
+from stretto.config.run import RunConfig
+from stretto.errors import RunError
+from stretto.orchestration.queue import SampleQueue
+from stretto.orchestration.rollouts import Scored, why_dropped
+from stretto.types import Batch, Rollout
+from stretto.world import World
+
+
+def enqueue(queue: SampleQueue, scored: Sequence[Scored]) -> None:
+    """Reserve, then offer or drop, every sample."""
+    for group_id, samples in Counter(one.rollout.group_id for one in scored).items():
+        queue.reserve(group_id, samples)
+    for one in scored:
+        reason = why_dropped(one)
+        if reason is None:
+            queue.offer(one.rollout.group_id, one.index, one.rollout)
+        else:
+            queue.drop(one.rollout.group_id, one.index, len(one.rollout.response_ids), reason)
+
+
+def take_batch(queue: SampleQueue, config: RunConfig) -> tuple[Batch, int]:
+    """The complete groups as a batch, and how many of them have no variance in their rewards.
+
+    A dropped sample has shrunk its group; a group of fewer than two samples is dropped.
+    """
+    rollouts: list[Rollout] = []
+    for group_id, group in queue.take().items():
+        if len(group) < 2:
+            queue.end_dropped(group_id, "group_too_small")
+        else:
+            rollouts += group
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    assert len(rewards) == len(rollouts), "only scored samples are offered"
+    advantages, constant = group_advantages(config.algorithm.advantage, rewards, [r.group_id for r in rollouts])
+    return Batch(rollouts, advantages), constant
+
+
+def check_failures(scored: Sequence[Scored], config: RunConfig, world: World) -> list[str]:
+    """This rank's failures in words. Raises RunError when their share over all ranks is beyond reward.max_failed_share."""
+    failed = [
+        f"row {one.rollout.source_row}, sample {one.index}: reward {failure.reward} {failure.kind}: {failure.detail}"
+        for one in scored
+        if (failure := one.score.failure) is not None
+    ]
+    count, total = world.sum([len(failed), len(scored)])
+    if count > config.reward.max_failed_share * total:
+        example = next((text for texts in world.gather(failed) for text in texts), "")
+        raise RunError(
+            f"{count:.0f} of {total:.0f} samples of this step could not be scored, more than reward.max_failed_share = "
+            f"{config.reward.max_failed_share:g} allows. The first: {example}"
+        )
+    return failed

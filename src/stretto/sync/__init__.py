@@ -1,0 +1,1 @@
+"""Weight sync: the trainer's layout to the engine's, every step."""
