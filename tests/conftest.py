@@ -63,7 +63,7 @@ def character_tokenizer():
 
     vocabulary = {token: index for index, token in enumerate(["<unk>", "<eos>", *LETTERS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
     tokenizer.chat_template = (

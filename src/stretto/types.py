@@ -159,7 +159,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a sample has no reward: ``kind`` is one of crash, timeout, not_finite, wrong_length, wrong_type, abstained."""
+    """Why a sample has no reward: ``kind`` is crash, timeout, not_finite, wrong_length, wrong_type or abstained."""
 
     kind: str
     reward: str

@@ -86,7 +86,8 @@ def ensure_group(world: World) -> None:
     if world.size > 1:
         dist.init_process_group(backend, timeout=_DEADLINE)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_DEADLINE)
+        store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_DEADLINE)
 
 
 def leave_world() -> None:

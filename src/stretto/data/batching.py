@@ -1,8 +1,8 @@
 """Cutting a batch into micro-batches.
 
 A row holds *trees*: a prompt followed by responses to it. A response attends to its prompt and to itself, and its
-positions continue the prompt's, so every token sees exactly what it saw when it was sampled while the prompt is computed
-once for the whole group. ``padded`` batching is the case of one response a row, which needs no mask.
+positions continue the prompt's, so every token sees exactly what it saw when it was sampled, while the prompt is
+computed once for the whole group. ``padded`` batching is the case of one response a row, which needs no mask.
 
 Only tokens that predict something are computed: the last token of a response is a target, never an input.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,15 +19,15 @@ from torch import Tensor
 from stretto.types import Rollout
 
 # Attention within a row costs its length squared; beyond this many tokens that outweighs what sharing a prompt saves.
-_PACKED_ROW_TOKENS = 1024
+PACKED_ROW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward pass of B rows of L tokens with N loss tokens.
 
-    `attention_BLL` says which token attends to which (None: causal). `predict_N` indexes the flattened [B * L] tokens whose
-    output predicts `target_N`; `slot_N` is the loss token's place in the batch's flat arrays (`flat_tokens`).
+    `attention_BLL` says which token attends to which (None: causal). `predict_N` indexes the flattened [B * L] tokens
+    whose output predicts `target_N`; `slot_N` is the loss token's place in the batch's flat arrays (`flat_tokens`).
     """
 
     input_ids_BL: Tensor
@@ -40,7 +40,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
-        moved = {name: value.to(device) if value is not None else None for name, value in vars(self).items()}
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device) for name, value in vars(self).items()
+        }
         return MicroBatch(**moved)
 
 
@@ -71,7 +73,7 @@ def cut(
     batching: Literal["packed", "padded"],
     micro_batch_tokens: int,
 ) -> list[MicroBatch]:
-    """Micro-batches of the chosen rollouts, none of more than `micro_batch_tokens` (unless one sample alone has more)."""
+    """Micro-batches of the chosen rollouts, none over `micro_batch_tokens` (unless one sample alone is)."""
     chosen = [(index, rollouts[index]) for index in indices if rollouts[index].loss_tokens]
     if not chosen:
         return []
@@ -101,7 +103,7 @@ def _padded_rows(chosen: Sequence[tuple[int, Rollout]]) -> list[list[_Tree]]:
 
 def _packed_rows(chosen: Sequence[tuple[int, Rollout]], budget: int) -> list[list[_Tree]]:
     longest = max(len(rollout.prompt_ids) + len(rollout.response_ids) - 1 for _, rollout in chosen)
-    capacity = max(longest, min(_PACKED_ROW_TOKENS, budget))
+    capacity = max(longest, min(PACKED_ROW_TOKENS, budget))
     trees = sorted(_grow_trees(chosen, capacity), key=lambda tree: -tree.length)
     # No row is longer than the longest tree, so that padding and quadratic attention stay small: first fit, decreasing.
     limit = trees[0].length

@@ -36,13 +36,13 @@ class PromptSet:
 def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
     """Read, render, tokenise and split the prompts of a run.
 
-    With data.heldout, the held-out prompts are a function of the seed and the set of distinct texts alone
-    (:func:`split_heldout`); with eval.source they are its rows, and training loses the rows that share their text.
+    data.limit cuts the rows of data.source before anything else. With data.heldout, the held-out prompts are a function
+    of the seed and the set of distinct texts alone (:func:`split_heldout`); with eval.source they are its rows, and training loses the rows that share their text.
     eval.limit cuts what is evaluated, not what is kept from training. Raises ValueError for whatever is wrong with
     the sources, and when nothing is left to train on.
     """
     data = config.data
-    rows = read_rows(data.source, data.split, data.args, config.seed)
+    rows = read_rows(data.source, data.split, data.args, config.seed)[: data.limit]
     prompts, over_long = _prepare(data.source, rows, data, tokenizer)
     dropped = {"over_long": over_long, "in_heldout": 0, "eval_over_long": 0}
     if config.eval.source is None:

@@ -1,4 +1,4 @@
-"""Finding and loading a Hugging Face checkpoint. Its names, shapes and dtypes are the coordinate system of all weights."""
+"""Finding and loading a Hugging Face checkpoint: its names, shapes and dtypes are the coordinates of all weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def resolve(model: str) -> Path:
-    """Directory of the checkpoint called `model`: a directory, `smollm2`, or a hub name (downloaded into the hub's cache).
+    """Directory of the checkpoint `model`: a directory, `smollm2`, or a hub name (downloaded into the hub's cache).
 
     Raises ValueError that says what was looked for.
     """
@@ -24,7 +24,9 @@ def resolve(model: str) -> Path:
     directory = Path(model).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ValueError(f"model.path {directory} has no config.json: it is not a Hugging Face checkpoint directory")
+            raise ValueError(
+                f"model.path {directory} has no config.json: it is not a Hugging Face checkpoint directory"
+            )
         return directory
     if directory.is_absolute() or model.startswith(".") or model.count("/") > 1:
         raise ValueError(f"model.path {model} is not a directory")
@@ -66,13 +68,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 def load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The checkpoint's causal language model on CPU in `dtype`. A missing or surplus weight is a ValueError."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
     except Exception as error:
         raise ValueError(f"cannot load the checkpoint {directory}: {type(error).__name__}: {error}") from error
+    model, info = loaded
     wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info.get(kind)}
     if wrong:
         raise ValueError(f"the checkpoint {directory} does not fill its model: {json.dumps(wrong)[:1000]}")

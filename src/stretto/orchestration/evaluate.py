@@ -34,7 +34,7 @@ class Evaluator:
         return bool(self._prompts)
 
     def run(self, watch: Watch) -> Evaluation:
-        """Generate and score. A sample that could not be scored is counted and left out of the score, never taken for 0."""
+        """Generate and score. A sample that could not be scored is counted and left out, never taken for 0."""
         evaluation, rollout = self._config.eval, self._config.rollout
         sampling = Sampling(
             max_new_tokens=rollout.max_new_tokens,
@@ -43,7 +43,11 @@ class Evaluator:
             stop_ids=tuple(rollout.stop_ids),
         )
         jobs = [
-            Job(at, self._prompts[at], tuple(sample_seed(self._config.seed, EVAL, at, i) for i in range(evaluation.samples)))
+            Job(
+                at,
+                self._prompts[at],
+                tuple(sample_seed(self._config.seed, EVAL, at, i) for i in range(evaluation.samples)),
+            )
             for at in range(self._world.rank, len(self._prompts), self._world.size)
         ]
         mine = self._phase.run(jobs, sampling, watch, "eval")

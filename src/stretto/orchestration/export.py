@@ -14,7 +14,7 @@ from stretto.world import World
 
 
 def export(run_dir: Path, out_dir: Path, step: int | None = None) -> None:
-    """Copy the Hugging Face model of the checkpoint of `step` (the newest when None) to `out_dir`, which must not exist.
+    """Copy the Hugging Face model of the checkpoint of `step` (None: the newest) to `out_dir`, which must not exist.
 
     Raises ValueError when there is no such checkpoint or `out_dir` exists.
     """

@@ -158,7 +158,7 @@ def _rewards(config: RunConfig, data: PromptSet) -> Iterator[RewardPool]:
 def _add_engine(parts: Parts, model: Model, data: PromptSet, rewards: RewardPool, stack: ExitStack) -> None:
     """Give the run its engine, the publisher that fills it, and what generates with it."""
     config, world = parts.config, parts.world
-    _check_lengths(config, model, data)
+    check_lengths(config, model, data)
     engine = model.engine(config, world)
     stack.callback(engine.close)
     parts.publisher = Publisher(engine, connect(parts.trainer, engine, config, world))
@@ -171,7 +171,9 @@ def _add_engine(parts: Parts, model: Model, data: PromptSet, rewards: RewardPool
             parts.watch.progress.note(f"left out {count} rows: {reason.replace('_', ' ')}")
 
 
-def connect(trainer: Trainer, engine: EmbeddedEngine, config: RunConfig, world: World) -> AliasTransport | LocalTransport:
+def connect(
+    trainer: Trainer, engine: EmbeddedEngine, config: RunConfig, world: World
+) -> AliasTransport | LocalTransport:
     """The transport between this trainer and this engine: shared tensors where it can be, else a local fill."""
     dtype = engine_dtype(config, world)
     check_complete(trainer.layout(), engine.layout())
@@ -189,12 +191,12 @@ def engine_dtype(config: RunConfig, world: World) -> torch.dtype:
     return getattr(torch, config.engine.dtype)
 
 
-def _check_lengths(config: RunConfig, model: Model, data: PromptSet) -> None:
+def check_lengths(config: RunConfig, model: Model, data: PromptSet) -> None:
     longest = max(len(prompt.ids) for prompt in (*data.train, *data.heldout))
     if longest + config.rollout.max_new_tokens > model.max_length:
         raise ValueError(
-            f"the longest prompt has {longest} tokens; with rollout.max_new_tokens = {config.rollout.max_new_tokens} that is "
-            f"more than the model's {model.max_length}; lower data.max_prompt_tokens or rollout.max_new_tokens"
+            f"the longest prompt has {longest} tokens; with rollout.max_new_tokens = {config.rollout.max_new_tokens} "
+            f"that is more than the model's {model.max_length}; lower data.max_prompt_tokens or rollout.max_new_tokens"
         )
 
 
@@ -207,17 +209,18 @@ def _conclude(result: RunResult) -> None:
 
 
 def rollout(config: RunConfig, out: Path | None) -> None:
-    """Generate and score every prompt once with the checkpoint as it is; one recorded rollout a line, to `out` or stdout."""
+    """Generate and score every prompt with the checkpoint as it is; one recorded rollout a line to `out` or stdout."""
     from stretto.orchestration.record import record
 
     with _world() as world, ExitStack() as stack:
         model = Model.load(config)
         data = load_prompts(config, model.tokenizer)
         rewards = stack.enter_context(_rewards(config, data))
-        _check_lengths(config, model, data)
+        check_lengths(config, model, data)
         engine = model.engine(config, world)
         dtype = engine_dtype(config, world)
-        weights = models.load_model(model.directory, dtype).to(world.device)
+        weights: Any = models.load_model(model.directory, dtype)
+        weights.to(world.device)
         engine.adopt({name: weights.get_parameter(name) for name in engine.layout()})
         engine.prepare(Version(1, 0))
         engine.commit(Version(1, 0))

@@ -63,7 +63,7 @@ def rate_metrics(times: Mapping[str, float], new_tokens: float) -> dict[str, flo
 
 
 def peak_memory(world: World) -> float:
-    """Bytes: the most that any rank had allocated, of device memory on CUDA, of the process's resident memory on CPU."""
+    """The most bytes that any rank had: allocated device memory on CUDA, resident memory on CPU."""
     if world.device.type == "cuda":
         return world.max([torch.cuda.max_memory_allocated()])[0]
     unit = 1 if sys.platform == "darwin" else 1024

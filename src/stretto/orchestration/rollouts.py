@@ -46,7 +46,7 @@ class Job:
 
 
 def sample_seed(run_seed: int, purpose: int, position: int, index: int) -> int:
-    """The seed of one sample: a function of the run's seed, TRAIN or EVAL, the prompt's position and the sample's index."""
+    """A sample's seed: a function of the run's seed, TRAIN or EVAL, the prompt's position and the sample's index."""
     packed = struct.pack("<qqqq", run_seed, purpose, position, index)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -110,16 +110,18 @@ class RolloutPhase:
         return finished, pending
 
     def _submit(self, job: Job, group: Sequence[Completion]) -> PendingScores:
-        return self._rewards.submit([
-            Sample(
-                prompt=job.prompt.text,
-                completion=self._text(completion),
-                completion_ids=completion.response_ids,
-                fields=job.prompt.fields,
-                messages=job.prompt.messages,
-            )
-            for completion in group
-        ])
+        return self._rewards.submit(
+            [
+                Sample(
+                    prompt=job.prompt.text,
+                    completion=self._text(completion),
+                    completion_ids=completion.response_ids,
+                    fields=job.prompt.fields,
+                    messages=job.prompt.messages,
+                )
+                for completion in group
+            ]
+        )
 
     def _wait(self, pending: PendingScores, deadline: float) -> list[Score]:
         try:

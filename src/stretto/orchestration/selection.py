@@ -44,7 +44,7 @@ def take_batch(queue: SampleQueue, config: RunConfig) -> tuple[Batch, int]:
 
 
 def check_failures(scored: Sequence[Scored], config: RunConfig, world: World) -> list[str]:
-    """This rank's failures in words. Raises RunError when their share over all ranks is beyond reward.max_failed_share."""
+    """This rank's failures in words. RunError when their share over all ranks is beyond reward.max_failed_share."""
     failed = [
         f"row {one.rollout.source_row}, sample {one.index}: reward {failure.reward} {failure.kind}: {failure.detail}"
         for one in scored

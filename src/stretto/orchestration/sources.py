@@ -19,7 +19,7 @@ class SampleSource(Protocol):
 
 
 def share(config: RunConfig, step: int, world: World) -> range:
-    """Positions in the prompt stream that this rank takes at `step`; over all ranks they do not depend on how many there are."""
+    """Positions in the prompt stream that this rank takes at `step`; their union does not depend on the ranks."""
     first = step * config.rollout.prompts_per_step
     return range(first + world.rank, first + config.rollout.prompts_per_step, world.size)
 

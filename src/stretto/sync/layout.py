@@ -27,7 +27,7 @@ def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
 
 
 def check_complete(source: Layout, target: Layout) -> None:
-    """Raise ValueError unless both sides hold the same tensors in the same shapes (dtypes may differ: casts round once).
+    """Raise ValueError unless both sides hold the same tensors in the same shapes (dtypes may differ: a cast).
 
     The message has both lists of names, with the nearest candidate of each.
     """

@@ -77,7 +77,7 @@ class LiveBatch:
         self.groups: list[Group] = []
         self.samples: list[Sample] = []
 
-    def tensor(self, values: Sequence[int] | np.ndarray, dtype: torch.dtype = torch.long) -> Tensor:
+    def tensor(self, values: Sequence[float] | np.ndarray, dtype: torch.dtype = torch.long) -> Tensor:
         """Host numbers on the engine's device."""
         return torch.as_tensor(np.asarray(values), dtype=dtype).to(self._device)
 

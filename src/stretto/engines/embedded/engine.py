@@ -25,10 +25,10 @@ _PREFILL_TOKENS = 8192
 
 
 class EmbeddedEngine:
-    """Generates on one device with the weights it was given: the trainer's own tensors, or buffers that a transport fills.
+    """Generates on one device with the weights it was given: the trainer's tensors, or buffers that a transport fills.
 
-    Meets :class:`~stretto.engines.base.RolloutEngine`. `eos_ids` end every response; `max_length` bounds prompt + response
-    tokens; `max_sequences` responses are generated at the same time, the others wait for a row.
+    Meets :class:`~stretto.engines.base.RolloutEngine`. `eos_ids` end every response; `max_length` bounds prompt +
+    response tokens; `max_sequences` responses are generated at the same time, the others wait for a row.
     """
 
     def __init__(
@@ -55,11 +55,13 @@ class EmbeddedEngine:
         self._ready = True
 
     def allocate(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Make buffers of `dtype` for the weights, at addresses that never change, and return them for a transport to fill."""
-        self.adopt({
-            name: torch.empty(tensor.shape, dtype=dtype, device=self._device)
-            for name, tensor in checkpoint_tensors(self._module).items()
-        })
+        """Make buffers of `dtype` for the weights, at addresses that never change, for a transport to fill."""
+        self.adopt(
+            {
+                name: torch.empty(tensor.shape, dtype=dtype, device=self._device)
+                for name, tensor in checkpoint_tensors(self._module).items()
+            }
+        )
         return self.weights()
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -141,8 +143,8 @@ class EmbeddedEngine:
         while waiting or batch.samples:
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{len(batch.samples)} samples were unfinished and {len(waiting)} prompts not begun at the deadline "
-                    "(rollout.timeout_s)"
+                    f"{len(batch.samples)} samples were unfinished and {len(waiting)} prompts not begun at the "
+                    "deadline (rollout.timeout_s)"
                 )
             yield from self._drop_aborted(batch, waiting)
             with self._control.step(deadline), torch.inference_mode():

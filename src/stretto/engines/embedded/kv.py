@@ -118,7 +118,9 @@ class DecodeStep:
         return slab.keys[:count, :, :length], slab.values[:count, :, :length]
 
 
-def _attend(query_BKXD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, mask_BT: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    query_BKXD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, mask_BT: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
     """Attention output [B, K, X, D] and log-sum-exp [B, K, X] of the scores, both float32, over unmasked keys."""
     scores = (query_BKXD @ key_BKTD.transpose(-1, -2)).float().mul_(scaling)
     scores.masked_fill_(~mask_BT[:, None, None], -torch.inf)

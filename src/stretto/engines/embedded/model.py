@@ -18,7 +18,7 @@ ATTENTION = "stretto_embedded"
 
 
 def build_module(directory: Path) -> PreTrainedModel:
-    """The checkpoint's model on the meta device, ready to be given weights. Raises ValueError when it cannot be embedded."""
+    """The checkpoint's model on the meta device, ready to be given weights. ValueError when it cannot be embedded."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attention)
@@ -36,7 +36,7 @@ def _attention(
 
 
 def _check_supported(config: Any) -> None:
-    """Layers that look back over a window or carry a state need caches of their own, which this engine does not have."""
+    """Layers with a window or a state need caches of their own, which this engine does not have."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     odd = sorted(kinds - {"full_attention"}) or (["sliding_window"] if window and "layer_types" not in config else [])
@@ -54,7 +54,7 @@ def checkpoint_tensors(module: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def assign(module: PreTrainedModel, weights: Mapping[str, Tensor], device: torch.device) -> None:
-    """Make `weights` (by checkpoint name) the module's own tensors, without a copy, and build its buffers on `device`."""
+    """Make `weights` (by checkpoint name) the module's own tensors, uncopied, and build its buffers on `device`."""
     module.load_state_dict({name: tensor.detach() for name, tensor in weights.items()}, assign=True, strict=False)
     module.tie_weights()
     _build_buffers(module, device)
@@ -64,7 +64,7 @@ def assign(module: PreTrainedModel, weights: Mapping[str, Tensor], device: torch
 
 
 def _build_buffers(module: PreTrainedModel, device: torch.device) -> None:
-    """Buffers that are not in a checkpoint (rotary frequencies) are functions of the config: transformers fills them."""
+    """Buffers outside the checkpoint (rotary frequencies) are functions of the config: transformers fills them."""
     for child in module.modules():
         missing = [name for name, buffer in child.named_buffers(recurse=False) if buffer.is_meta]
         for name in missing:

@@ -1,4 +1,4 @@
-"""Drawing tokens: a sample's randomness depends on its seed and position alone, never on its neighbours in the batch."""
+"""Drawing tokens: a sample's randomness depends on its seed and position alone, never on its neighbours."""
 
 from __future__ import annotations
 

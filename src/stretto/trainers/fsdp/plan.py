@@ -26,7 +26,7 @@ class Update:
 
 
 def plan_updates(batch: Batch, config: RunConfig, objective: Objective, world: World) -> list[Update]:
-    """Split the batch by whole groups into `trainer.updates_per_batch` optimizer steps, each weighted by its own totals."""
+    """Split the batch by whole groups into `trainer.updates_per_batch` optimizer steps, each with its own totals."""
     parts = config.trainer.updates_per_batch
     groups: dict[int, int] = {}
     for rollout in batch.rollouts:

@@ -27,12 +27,14 @@ class Policy(nn.Module):
         super().__init__()
         changed = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1, 1.0)]
         if changed:
-            raise ValueError(f"{model.config.model_type} models with {changed[0]} are not supported by the fsdp trainer")
+            raise ValueError(
+                f"{model.config.model_type} models with {changed[0]} are not supported by the fsdp trainer"
+            )
         self.model = model
         self.logit_chunk_tokens = logit_chunk_tokens
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] of the micro-batch's targets at their temperature, and the entropies [N] of the same distributions."""
+        """Log-probs [N] of the micro-batch's targets at their temperature, and entropies [N] of those distributions."""
         mask = None if micro.attention_BLL is None else micro.attention_BLL[:, None]
         base: Any = self.model.base_model
         hidden_BLD = base(
@@ -41,16 +43,25 @@ class Policy(nn.Module):
         hidden_ND = hidden_BLD.flatten(0, 1)[micro.predict_N]
         size = self.logit_chunk_tokens
         parts = [
-            self._head(hidden_ND[i : i + size], micro.target_N[i : i + size], micro.temperature_N[i : i + size], len(hidden_ND) > size)
+            self._head(
+                hidden_ND[i : i + size],
+                micro.target_N[i : i + size],
+                micro.temperature_N[i : i + size],
+                len(hidden_ND) > size,
+            )
             for i in range(0, max(1, len(hidden_ND)), size)
         ]
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def _head(self, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
+    def _head(
+        self, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor, recompute: bool
+    ) -> tuple[Tensor, Tensor]:
         if recompute and torch.is_grad_enabled():
             # Only the hidden states are kept: a chunk's logits are computed again in the backward pass.
-            return checkpoint(_token_logprobs, self.model.lm_head, hidden_ND, target_N, temperature_N, use_reentrant=False)  # type: ignore[return-value]
+            return checkpoint(
+                _token_logprobs, self.model.lm_head, hidden_ND, target_N, temperature_N, use_reentrant=False
+            )  # type: ignore[return-value]
         return _token_logprobs(self.model.lm_head, hidden_ND, target_N, temperature_N)
 
 

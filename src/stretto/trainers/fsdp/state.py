@@ -10,15 +10,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from stretto.trainers.fsdp.policy import Policy
 from stretto.world import World, whole
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*")
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+)
 
 
 def checkpoint_tensors(policy: Policy) -> Mapping[str, Tensor]:
@@ -31,7 +38,11 @@ def checkpoint_tensors(policy: Policy) -> Mapping[str, Tensor]:
 def save(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, updates: int) -> None:
     """Write weights, optimizer and step count with torch.distributed.checkpoint."""
     model, optim = get_state_dict(policy, optimizer, options=_OPTIONS)
-    dcp.save({"model": model, "optimizer": optim, "updates": updates}, checkpoint_id=directory, no_dist=not dist.is_initialized())
+    state_dict_saver.save(
+        {"model": model, "optimizer": optim, "updates": updates},
+        checkpoint_id=directory,
+        no_dist=not dist.is_initialized(),
+    )
 
 
 def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
@@ -39,17 +50,20 @@ def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> i
     model, optim = get_state_dict(policy, optimizer, options=_OPTIONS)
     read: dict[str, Any] = {"model": model, "optimizer": optim, "updates": 0}
     try:
-        dcp.load(read, checkpoint_id=directory, no_dist=not dist.is_initialized())
+        state_dict_loader.load(read, checkpoint_id=directory, no_dist=not dist.is_initialized())
     except Exception as error:
         raise ValueError(
-            f"cannot read the checkpoint {directory}: {type(error).__name__}: {error}; resume from another one, or remove it"
+            f"cannot read the checkpoint {directory}: {type(error).__name__}: {error}; "
+            "remove that directory to resume from an earlier one"
         ) from error
-    set_state_dict(policy, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=_OPTIONS)
+    set_state_dict(
+        policy, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=_OPTIONS
+    )
     return int(read["updates"])
 
 
 def export(directory: Path, policy: Policy, source: Path, world: World) -> None:
-    """Write a Hugging Face checkpoint in the dtype of `source`, the one that training started from, with its tokenizer."""
+    """Write a Hugging Face checkpoint in the dtype of `source`, where training started, with its tokenizer."""
     settings = json.loads((source / "config.json").read_text())
     dtype = getattr(torch, settings.get("dtype") or settings.get("torch_dtype") or "float32")
     # One tensor at a time is whole on a device; the first rank collects them in host memory.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stretto.trainers.fsdp import state
 from stretto.trainers.fsdp.build import build_optimizer, build_policy
 from stretto.trainers.fsdp.plan import Update, plan_updates
 from stretto.trainers.schedule import learning_rate
+from stretto.trainers.tokens import FlatTokens
 from stretto.types import Batch, Rollout
 from stretto.world import World, whole
 
@@ -53,7 +55,7 @@ class FSDPTrainer:
         """See the contract."""
         flat = self._logprobs(self._policy, rollouts, range(len(rollouts))).tolist()
         offsets = slot_offsets(rollouts)
-        return [tuple(flat[a:b]) for a, b in zip(offsets, offsets[1:], strict=False)]
+        return [tuple(flat[a:b]) for a, b in pairwise(offsets)]
 
     def step(self, batch: Batch) -> StepReport:
         """See the contract. Raises RunError after `max_bad_steps` non-finite updates in a row."""
@@ -79,43 +81,32 @@ class FSDPTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         if not finite:
             self._count_bad(loss, norm)
-        metrics = {"train/loss": loss, "train/grad_norm": norm, "train/lr": rate, "train/active_share": update.active_share}
+        metrics = {
+            "train/loss": loss,
+            "train/grad_norm": norm,
+            "train/lr": rate,
+            "train/active_share": update.active_share,
+        }
         return StepReport(metrics | self._over_ranks(stats), updates=int(finite), bad_updates=int(not finite))
 
     def _count_bad(self, loss: float, norm: float) -> None:
         self._bad_in_a_row += 1
         if self._bad_in_a_row >= self._settings.max_bad_steps:
             raise RunError(
-                f"{self._bad_in_a_row} optimizer steps in a row had a non-finite loss ({loss}) or gradient norm ({norm}) and "
-                "were skipped; lower trainer.lr, or resume from an earlier checkpoint"
+                f"{self._bad_in_a_row} optimizer steps in a row had a non-finite loss ({loss}) or gradient norm "
+                f"({norm}) and were skipped; lower trainer.lr, or resume from an earlier checkpoint"
             )
 
     def _accumulate(self, batch: Batch, update: Update, old: Tensor | None) -> tuple[float, Stats]:
         """Sum the loss and its gradient over the update's micro-batches; every rank makes the same number of passes."""
-        offsets = slot_offsets(batch.rollouts)
-        behaviour = _flat([_kept(rollout) for rollout in batch.rollouts], self._world.device)
-        advantages, weights = (
-            _flat([[value] * (b - a) for value, a, b in zip(values, offsets, offsets[1:], strict=False)], self._world.device)
-            for values in (batch.advantages, update.weights)
-        )
         reference = None
         if self._reference is not None:
             reference = self._logprobs(self._reference, batch.rollouts, update.indices)
+        tokens = FlatTokens.of(batch, update.weights, old, reference)
         micro_batches, passes = self._cut(batch.rollouts, update.active)
         total, stats = torch.zeros((), dtype=torch.float64, device=self._world.device), None
         for micro in micro_batches:
-            current, entropy = self._policy(micro)
-            pick: Callable[[Tensor], Tensor] = lambda flat, slots=micro.slot_N: flat[slots]  # noqa: E731
-            tokens = TokenBatch(
-                current=current,
-                old=current.detach() if old is None else pick(old).to(current.dtype),
-                behaviour=pick(behaviour).to(current.dtype),
-                advantages=pick(advantages).to(current.dtype),
-                weights=pick(weights).to(current.dtype),
-                entropy=entropy,
-                reference=None if reference is None else pick(reference).to(current.dtype),
-            )
-            loss, part = self._objective(tokens)
+            loss, part = self._objective(tokens.at(micro.slot_N, *self._policy(micro)))
             (loss * self._world.size).backward()  # sharded gradients are averaged over ranks; the loss is a sum
             total += loss.detach().double()
             stats = part if stats is None else merge(stats, part)
@@ -142,9 +133,7 @@ class FSDPTrainer:
     def _cut(self, rollouts: Sequence[Rollout], indices: Sequence[int]) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches, filled up to the largest number on any rank, and that number."""
         settings = self._settings
-        parts = cut(
-            rollouts, indices, batching=settings.batching, micro_batch_tokens=settings.micro_batch_tokens
-        )
+        parts = cut(rollouts, indices, batching=settings.batching, micro_batch_tokens=settings.micro_batch_tokens)
         passes = int(self._world.max([len(parts)])[0])
         parts += [filler()] * (passes - len(parts))
         return [part.to(self._world.device) for part in parts], passes
@@ -177,15 +166,6 @@ class FSDPTrainer:
     def export(self, directory: Path) -> None:
         """See the contract."""
         state.export(directory, self._policy, self._directory, self._world)
-
-
-def _kept(rollout: Rollout) -> list[float]:
-    """The engine's log-probs of the loss tokens: what lies under the mask never gets further."""
-    return [value for value, keep in zip(rollout.logprobs_T, rollout.loss_mask_T, strict=True) if keep]
-
-
-def _flat(parts: Sequence[Sequence[float]], device: torch.device) -> Tensor:
-    return torch.tensor([value for part in parts for value in part], dtype=torch.float64, device=device)
 
 
 def _combine(reports: Sequence[StepReport]) -> StepReport:
