@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_helpers import complete, write_run
+from run_helpers import STARTED, complete, kill, write_run
+
+
+@pytest.fixture(autouse=True)
+def _no_process_stays() -> Iterator[None]:
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            kill(process, also=lambda below: below)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,9 @@ import tomli_w
 
 DEADLINE_S = 240.0
 
+STARTED: list[subprocess.Popen[str]] = []
+"""Every process that a test started; a failed test leaves some of them running."""
+
 REWARD = '''
 def letters(completion):
     """The share of letters among the characters."""
@@ -25,8 +28,11 @@ def letters(completion):
 ROWS = [{"prompt": f"{a}{b}", "answer": a} for a in "abcdefgh" for b in "xyz"]
 
 
-def write_run(directory: Path, model: Path, **sections: Any) -> Path:
-    """A run file in `directory` with its data and its reward beside it; `sections` are laid over the usual ones."""
+def write_run(directory: Path, model: Path, /, **sections: Any) -> Path:
+    """A run file in `directory` with its data and its reward beside it; `sections` are laid over the usual ones.
+
+    None leaves a section out.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (directory / "reward.py").write_text(REWARD)
@@ -46,7 +52,7 @@ def write_run(directory: Path, model: Path, **sections: Any) -> Path:
     for name, value in sections.items():
         usual[name] = {**usual.get(name, {}), **value} if isinstance(value, Mapping) else value
     path = directory / "run.toml"
-    path.write_text(tomli_w.dumps(usual))
+    path.write_text(tomli_w.dumps({name: value for name, value in usual.items() if value is not None}))
     return path
 
 
@@ -56,13 +62,15 @@ def start(*words: str | Path, processes: int = 1) -> subprocess.Popen[str]:
     if processes > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, "stretto", *map(str, words)],
         env=outside | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def complete(*words: str | Path, processes: int = 1) -> str:
@@ -155,3 +163,8 @@ def checkpoints(run_dir: Path) -> list[str]:
 def final_weights(run_dir: Path, step: int = 12) -> bytes:
     """The exported weights of a step, as they lie on disk."""
     return (run_dir / "checkpoints" / f"step_{step:08d}" / "hf" / "model.safetensors").read_bytes()
+
+
+def tokens_of(sample: Mapping[str, Any]) -> int:
+    """Response tokens of a record of samples.jsonl: the tiny model has one token a character."""
+    return len(sample["response"].replace("<eos>", ".").replace("<unk>", "."))

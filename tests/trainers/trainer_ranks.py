@@ -15,7 +15,7 @@ _DEADLINE_S = 180.0
 
 
 class Ranks:
-    """`size` processes joined over gloo; each runs the same job, `job(world, *args)`, a function of an importable module."""
+    """`size` processes joined over gloo. Each runs the same `job(world, *args)`, a function of an importable module."""
 
     def __init__(self, size: int, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -33,13 +33,14 @@ class Ranks:
         """What the job returns on each rank. A rank's exception fails the test with its traceback."""
         for pipe in self._pipes:
             pipe.send((job, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(_DEADLINE_S), f"rank {rank} gave no answer to {job.__name__} in {_DEADLINE_S:.0f} s"
-            failed, result = pipe.recv()
+        answers = [self._answer(rank, job.__name__) for rank in range(len(self._pipes))]
+        for rank, (failed, result) in enumerate(answers):
             assert not failed, f"rank {rank}: {result}"
-            results.append(result)
-        return results
+        return [result for _, result in answers]
+
+    def _answer(self, rank: int, job: str) -> tuple[bool, Any]:
+        assert self._pipes[rank].poll(_DEADLINE_S), f"rank {rank} gave no answer to {job} in {_DEADLINE_S:.0f} s"
+        return self._pipes[rank].recv()
 
     def close(self) -> None:
         """End the processes."""

@@ -20,6 +20,7 @@ from stretto.trainers.fsdp.plan import plan_updates
 from stretto.types import Batch, FinishReason, Rollout
 from stretto.world import World, whole
 
+Batching = Literal["packed", "padded"]
 ALONE = World(0, 1, torch.device("cpu"))
 
 # Response lengths of each group, and what its tokens were sampled at; the prompts have 3, 11, 6 and 1 tokens.
@@ -78,9 +79,7 @@ def with_behaviour(trainer: FSDPTrainer, batch: Batch, noise: float) -> Batch:
     rollouts = []
     for rollout, kept in zip(batch.rollouts, trainer.logprobs(batch.rollouts), strict=True):
         values = iter(kept)
-        logprobs = tuple(
-            next(values) + draw.gauss(0, noise) if keep else float("nan") for keep in rollout.loss_mask_T
-        )
+        logprobs = tuple(next(values) + draw.gauss(0, noise) if keep else float("nan") for keep in rollout.loss_mask_T)
         rollouts.append(replace(rollout, logprobs_T=logprobs))
     return Batch(rollouts, batch.advantages)
 
@@ -97,14 +96,14 @@ def scale_weights(trainer: FSDPTrainer, factor: float = 1.02) -> None:
             parameter.mul_(factor)
 
 
-def recut(trainer: FSDPTrainer, batching: str, micro_batch_tokens: int) -> None:
+def recut(trainer: FSDPTrainer, batching: Batching, micro_batch_tokens: int) -> None:
     """Let the trainer cut its batches another way: loading a model anew for each way would take most of the time."""
     trainer._settings = trainer._settings.model_copy(
         update={"batching": batching, "micro_batch_tokens": micro_batch_tokens}
     )
 
 
-def budget_for(batch: Batch, batching: Literal["packed", "padded"], passes: int) -> int:
+def budget_for(batch: Batch, batching: Batching, passes: int) -> int:
     """The largest micro_batch_tokens that cuts the batch into `passes` micro-batches."""
     everything = range(len(batch.rollouts))
     for budget in range(400, 0, -1):
@@ -152,7 +151,7 @@ def new_trainer(directory: Path, config: RunConfig, world: World = ALONE) -> FSD
         for policy in filter(None, (trainer._policy, trainer._reference)):
             for module in policy.modules():
                 if isinstance(module, LlamaRMSNorm):
-                    module.forward = partial(_exact_norm, module)
+                    setattr(module, "forward", partial(_exact_norm, module))  # noqa: B010  # only this one, not its class
     return trainer
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,6 +152,15 @@ def _row_length(row: Sequence[_Tree]) -> int:
     return sum(tree.length for tree in row)
 
 
+class _Columns(NamedTuple):
+    """The loss tokens of a micro-batch, as they are found."""
+
+    predict: list[int]
+    target: list[int]
+    temperature: list[float]
+    slot: list[int]
+
+
 def _build(rows: Sequence[Sequence[_Tree]], offsets: Sequence[int], *, masked: bool) -> MicroBatch:
     width = max(_row_length(row) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -159,39 +168,52 @@ def _build(rows: Sequence[Sequence[_Tree]], offsets: Sequence[int], *, masked: b
     # A token's tree, and its branch of it: 0 is the prompt, which every branch of the tree sees.
     tree_of = torch.full((len(rows), width), -1)
     branch_of = torch.zeros(len(rows), width, dtype=torch.long)
-    predict: list[int] = []
-    target: list[int] = []
-    temperature: list[float] = []
-    slot: list[int] = []
+    columns = _Columns([], [], [], [])
     for number, row in enumerate(rows):
-        at = 0
+        start = 0
         for tree_number, tree in enumerate(row):
-            start, prompt = at, len(tree.prompt)
-            ids[number, at : at + prompt] = torch.tensor(tree.prompt)
-            positions[number, at : at + prompt] = torch.arange(prompt)
-            at += prompt
-            for branch, (index, rollout) in enumerate(tree.members, start=1):
-                inputs = len(rollout.response_ids) - 1
-                ids[number, at : at + inputs] = torch.tensor(rollout.response_ids[:-1], dtype=torch.long)
-                positions[number, at : at + inputs] = prompt + torch.arange(inputs)
-                branch_of[number, at : at + inputs] = branch
-                kept = [t for t, keep in enumerate(rollout.loss_mask_T) if keep]
-                # The prompt's last token predicts every response's first one.
-                predict += [number * width + (at + t - 1 if t else start + prompt - 1) for t in kept]
-                target += [rollout.response_ids[t] for t in kept]
-                temperature += [rollout.temperature] * len(kept)
-                slot += range(offsets[index], offsets[index] + len(kept))
-                at += inputs
-            tree_of[number, start:at] = tree_number
+            place = slice(start, start + tree.length)
+            tree_of[number, place] = tree_number
+            _place(tree, ids[number, place], positions[number, place], branch_of[number, place])
+            _add_loss_tokens(tree, number * width + start, offsets, columns)
+            start += tree.length
     return MicroBatch(
         input_ids_BL=ids,
         position_ids_BL=positions,
         attention_BLL=_attention(tree_of, branch_of) if masked else None,
-        predict_N=torch.tensor(predict),
-        target_N=torch.tensor(target),
-        temperature_N=torch.tensor(temperature),
-        slot_N=torch.tensor(slot),
+        predict_N=torch.tensor(columns.predict),
+        target_N=torch.tensor(columns.target),
+        temperature_N=torch.tensor(columns.temperature),
+        slot_N=torch.tensor(columns.slot),
     )
+
+
+def _place(tree: _Tree, ids: Tensor, positions: Tensor, branch_of: Tensor) -> None:
+    """Write the inputs of a tree into its stretch of a row: the prompt, then one branch after the other."""
+    at = len(tree.prompt)
+    ids[:at] = torch.tensor(tree.prompt)
+    positions[:at] = torch.arange(at)
+    for branch, (_, rollout) in enumerate(tree.members, start=1):
+        inputs = rollout.response_ids[:-1]
+        place = slice(at, at + len(inputs))
+        ids[place] = torch.tensor(inputs, dtype=torch.long)
+        positions[place] = len(tree.prompt) + torch.arange(len(inputs))
+        branch_of[place] = branch
+        at += len(inputs)
+
+
+def _add_loss_tokens(tree: _Tree, start: int, offsets: Sequence[int], columns: _Columns) -> None:
+    """Add the loss tokens of a tree that begins at the flat place `start`."""
+    last = start + len(tree.prompt) - 1
+    branch = last + 1
+    for index, rollout in tree.members:
+        kept = [t for t, keep in enumerate(rollout.loss_mask_T) if keep]
+        # The prompt's last token predicts every response's first one.
+        columns.predict.extend(branch + t - 1 if t else last for t in kept)
+        columns.target.extend(rollout.response_ids[t] for t in kept)
+        columns.temperature.extend([rollout.temperature] * len(kept))
+        columns.slot.extend(range(offsets[index], offsets[index] + len(kept)))
+        branch += len(rollout.response_ids) - 1
 
 
 def _attention(tree_BL: Tensor, branch_BL: Tensor) -> Tensor:

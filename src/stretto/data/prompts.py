@@ -37,7 +37,8 @@ def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Promp
     """Read, render, tokenise and split the prompts of a run.
 
     data.limit cuts the rows of data.source before anything else. With data.heldout, the held-out prompts are a function
-    of the seed and the set of distinct texts alone (:func:`split_heldout`); with eval.source they are its rows, and training loses the rows that share their text.
+    of the seed and the set of distinct texts alone (:func:`split_heldout`); with eval.source they are its rows, and
+    training loses the rows that share their text.
     eval.limit cuts what is evaluated, not what is kept from training. Raises ValueError for whatever is wrong with
     the sources, and when nothing is left to train on.
     """

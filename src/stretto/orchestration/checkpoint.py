@@ -54,7 +54,8 @@ class CheckpointStore:
         """Save `state` and what `write` puts into a directory. RunError leaves older checkpoints as they are."""
         aside = self.directory / f".writing-step_{step:08d}"
         if self._world.first:
-            shutil.rmtree(aside, ignore_errors=True)
+            for leftover in self.directory.glob(".writing-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
             aside.mkdir(parents=True)
         self._world.barrier()
         try:
@@ -68,7 +69,8 @@ class CheckpointStore:
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise RunError(
-                f"the checkpoint of step {step} could not be written to {self.directory}: {_plain(error)}; "
+                f"the checkpoint of step {step} could not be written to {self.directory}: "
+                f"{type(error).__name__}: {error}; "
                 f"earlier ones ({', '.join(map(str, self.steps())) or 'none'}) are untouched: mend that and resume"
             ) from error
         if self._world.first:
@@ -94,7 +96,11 @@ def write_directory(final: Path, fill: Callable[[Path], None], world: World) -> 
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     world.barrier()
-    fill(aside)
+    try:
+        fill(aside)
+    except Exception:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     if world.first:
         sync_tree(aside)
         old = final.with_name(f".removing-{final.name}")
@@ -137,10 +143,3 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _plain(error: Exception) -> str:
-    """The cause in words: torch.distributed.checkpoint wraps the errors of all ranks in one of its own."""
-    failures = getattr(error, "failures", None)
-    inner = next(iter(failures.values()))[0] if failures else error
-    return f"{type(inner).__name__}: {inner}"

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from stretto.config.run import RunConfig
 from stretto.errors import RunError
 from stretto.orchestration import measure
@@ -223,7 +225,7 @@ class ColocatedRun:
             write_directory(self._parts.run_dir / "best", self._parts.trainer.export, self._world)
             if self._world.first:
                 write_aside(self._parts.run_dir / "best.json", f'{{"step": {step}, "score": {score}}}\n')
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise RunError(f"the best model so far could not be written: {error}; make room and resume") from error
 
     def _checkpoint_due(self, step: int) -> bool:

@@ -13,12 +13,12 @@ from torch import Tensor
 from stretto.config.run import RunConfig
 from stretto.data.batching import PACKED_ROW_TOKENS
 from stretto.engines.embedded.model import build_module, checkpoint_tensors
-from stretto.orchestration.launch import engine_dtype
+from stretto.orchestration.live import engine_dtype
 from stretto.trainers.fsdp.build import compute_dtype
 from stretto.world import World
 
-# Python with torch and transformers imported: 0.45 GiB of resident memory on CPU, and about as much for a CUDA context.
-_PROCESS_BYTES = 2**29
+# Python with torch and transformers imported: 350 MiB of resident memory on CPU, and about as much for a CUDA context.
+_PROCESS_BYTES = 400 * 2**20
 _PROBED_TOKENS = 64
 
 
@@ -36,18 +36,22 @@ class Slabs(NamedTuple):
         return self.group_rows * self.prompt_tokens + self.rows * self.response_tokens
 
 
-class Passes(NamedTuple):
-    """The trainer's largest micro-batch (rows x length tokens, of which `loss_tokens` have logits), and how many."""
+class Cut(NamedTuple):
+    """The trainer's largest micro-batch (rows x length tokens; `loss_tokens` have logits), and how many in a step."""
 
     rows: int
     length: int
     loss_tokens: int
-    count: int
+    passes: int
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one process. `standing` lasts; `rollout` and `training` are the phases, of which one is there at a time."""
+    """Bytes of one process: `standing` lasts, while `rollout` and `training` are phases that take turns.
+
+    It counts what lives at the same time. An allocator that keeps what was freed (glibc does so with arrays of up to
+    32 MiB) can make the process larger.
+    """
 
     standing: dict[str, int]
     rollout: dict[str, int]
@@ -65,8 +69,8 @@ def slabs(groups: int, samples: int, prompt_tokens: int, response_tokens: int, m
     return Slabs(rows, min(groups, 2 * ceil(rows / samples) + 1), prompt_tokens, response_tokens)
 
 
-def passes(config: RunConfig, groups: int, prompt_tokens: int) -> Passes:
-    """How `stretto.data.batching.cut` cuts one optimizer step of `groups` prompts when every response is at its longest."""
+def passes(config: RunConfig, groups: int, prompt_tokens: int) -> Cut:
+    """How `stretto.data.batching.cut` cuts the optimizer steps of `groups` prompts, all responses at their longest."""
     samples, new, trainer = config.rollout.samples_per_prompt, config.rollout.max_new_tokens, config.trainer
     longest, members = prompt_tokens + new - 1, 1
     if trainer.batching == "packed":
@@ -75,10 +79,10 @@ def passes(config: RunConfig, groups: int, prompt_tokens: int) -> Passes:
     length = prompt_tokens + members * (new - 1)
     trees = ceil(groups / trainer.updates_per_batch) * ceil(samples / members)
     rows = min(trees, max(1, trainer.micro_batch_tokens // length))
-    return Passes(rows, length, rows * members * new, ceil(trees / rows) * trainer.updates_per_batch)
+    return Cut(rows, length, rows * members * new, ceil(trees / rows) * trainer.updates_per_batch)
 
 
-def footprint(directory: Path, config: RunConfig, world: World, largest: Slabs, micro: Passes) -> Footprint:
+def footprint(directory: Path, config: RunConfig, world: World, largest: Slabs, micro: Cut) -> Footprint:
     """Forecast for a process of `world` that generates into the slabs `largest` and trains in micro-batches `micro`.
 
     Raises ValueError when the embedded engine cannot serve the model.
@@ -137,11 +141,11 @@ def _sampling_values(largest: Slabs, vocabulary: int) -> int:
     return (4 * largest.rows + largest.group_rows) * vocabulary
 
 
-def _activations(config: RunConfig, hidden: int, micro: Passes, probe: Probe) -> int:
+def _activations(config: RunConfig, hidden: int, micro: Cut, probe: Probe) -> int:
     """Values kept for the backward pass of one micro-batch.
 
-    The packed mask is kept as numbers by every layer, since SDPA converts it. With recomputation a layer keeps its input,
-    and one layer at a time has the rest: Chen et al. 2016, Sublinear Memory Cost (arXiv:1604.06174), section 4.
+    The packed mask is kept as numbers by every layer, since SDPA converts it. With recomputation a layer keeps its
+    input, and one layer at a time has the rest: Chen et al. 2016, Sublinear Memory Cost (arXiv:1604.06174), section 4.
     """
     tokens = micro.rows * micro.length
     mask = tokens * micro.length if config.trainer.batching == "packed" else 0
@@ -151,9 +155,9 @@ def _activations(config: RunConfig, hidden: int, micro: Passes, probe: Probe) ->
     return tokens * hidden * probe.layers + everything // probe.layers
 
 
-def _logit_values(config: RunConfig, micro: Passes, vocabulary: int) -> int:
-    """Five arrays of a chunk's logits: scaled logits and probabilities are kept, and the backward pass adds the gradients
-    of the gather and of the log-sum-exp and their sum.
+def _logit_values(config: RunConfig, micro: Cut, vocabulary: int) -> int:
+    """Five arrays of a chunk's logits: the scaled logits are kept, with an entropy term the probabilities too, and the
+    backward pass holds the gradients of the gather and of the log-sum-exp, their sum, and what that is divided into.
     """
     return 5 * min(config.trainer.logit_chunk_tokens, micro.loss_tokens) * vocabulary
 
@@ -161,9 +165,9 @@ def _logit_values(config: RunConfig, micro: Passes, vocabulary: int) -> int:
 class Probe:
     """Counts what a model keeps per token by running its layers on the meta device, where tensors have no memory.
 
-    `kv_values`: keys and values of all layers; `saved_values`: what the layers keep for the backward pass, when attention
-    keeps its inputs and its output (Dao et al. 2022, FlashAttention, arXiv:2205.14135, section 3.1; `repeat`: keys and
-    values repeated for every query head, which transformers does under a mask).
+    `kv_values`: keys and values of all layers; `saved_values`: what the layers keep for the backward pass, when
+    attention keeps its inputs and its output (Dao et al. 2022, FlashAttention, arXiv:2205.14135, section 3.1).
+    `repeat`: keys and values are repeated for every query head, as transformers does under a mask.
     """
 
     def __init__(self, module: Any, *, repeat: bool):

@@ -18,8 +18,8 @@ from stretto.data.procedural import is_procedural
 from stretto.data.sources import FILES, read_rows
 from stretto.models import checkpoint as models
 from stretto.models.smollm2 import INSTALL, cache_directory
-from stretto.orchestration.footprint import Footprint, Passes, Slabs, footprint, passes, slabs
-from stretto.orchestration.launch import Model, check_lengths
+from stretto.orchestration.footprint import Cut, Footprint, Slabs, footprint, passes, slabs
+from stretto.orchestration.live import Model, check_lengths
 from stretto.world import World
 
 _GIB = 2**30
@@ -37,8 +37,8 @@ class Sizes(NamedTuple):
 def dry_run(config: RunConfig) -> str:
     """The resolved configuration, the shapes of one step and a forecast of memory, as a run file with comments.
 
-    Speaks of the processes that the environment (torchrun's WORLD_SIZE) describes. Raises ValueError for a model or data
-    that is not there, and for prompts that do not fit.
+    Speaks of the processes that the environment (torchrun's WORLD_SIZE) describes. Raises ValueError for a model or
+    data that is not there, and for prompts that do not fit.
     """
     world = _world()
     model = _model(config.model.path)
@@ -55,7 +55,9 @@ def dry_run(config: RunConfig) -> str:
     micro = passes(config, groups, sizes.longest_train)
     lines = ["", *_shape_lines(config, world, sizes, training, micro), ""]
     if model is None:
-        lines.append(f"Memory: not known, since {config.model.path} is not here yet; {_how_it_comes(config.model.path)}")
+        lines.append(
+            f"Memory: not known, since {config.model.path} is not here yet; {_how_it_comes(config.model.path)}"
+        )
     else:
         largest = max(training, _evaluation(config, world, sizes), key=lambda one: one.tokens)
         lines += _memory_lines(footprint(model, config, world, largest, micro), world)
@@ -96,10 +98,10 @@ def _prompts(config: RunConfig, directory: Path | None) -> PromptSet | None:
         for source in readable:
             read_rows(source, config.data.split, config.data.args if is_procedural(source) else {}, config.seed)
         return None
-    tokenizer = models.load_tokenizer(directory)
-    longest = models.longest_sequence(models.load_config(directory), config.model.max_length)
-    data = load_prompts(config, tokenizer)
-    check_lengths(config, Model(directory, tokenizer, longest), data)
+    settings = config.model.model_copy(update={"path": str(directory)})
+    model = Model.load(config.model_copy(update={"model": settings}))
+    data = load_prompts(config, model.tokenizer)
+    check_lengths(config, model, data)
     return data
 
 
@@ -129,7 +131,7 @@ def _evaluation(config: RunConfig, world: World, sizes: Sizes) -> Slabs:
     )
 
 
-def _shape_lines(config: RunConfig, world: World, sizes: Sizes, batch: Slabs, micro: Passes) -> list[str]:
+def _shape_lines(config: RunConfig, world: World, sizes: Sizes, batch: Slabs, micro: Cut) -> list[str]:
     rollout, trainer = config.rollout, config.trainer
     prompts, new = rollout.prompts_per_step, rollout.max_new_tokens
     samples = prompts * rollout.samples_per_prompt
@@ -137,9 +139,12 @@ def _shape_lines(config: RunConfig, world: World, sizes: Sizes, batch: Slabs, mi
     chunk = min(trainer.logit_chunk_tokens, micro.loss_tokens)
     rows = [
         ("prompts", f"{prompts}, of at most {sizes.longest_train} tokens ({known})"),
-        ("responses", f"{samples} = {prompts} x {rollout.samples_per_prompt}, of at most {new} tokens: {samples * new}"),
+        (
+            "responses",
+            f"{samples} = {prompts} x {rollout.samples_per_prompt}, of at most {new} tokens: {samples * new}",
+        ),
         ("held out", "not read" if sizes.heldout is None else f"{sizes.heldout} prompts x {config.eval.samples}"),
-        ("optimizer steps", f"{trainer.updates_per_batch}, in at most {micro.count} micro-batches"),
+        ("optimizer steps", f"{trainer.updates_per_batch}, in at most {micro.passes} micro-batches"),
         ("processes", f"{world.size} on {world.device.type}; what follows is for each of them, at most"),
         ("rollout rows", f"{batch.rows} responses at a time, of {batch.group_rows} prompts"),
         ("micro-batch", f"{micro.rows} rows x {micro.length} tokens, {micro.loss_tokens} of them with a loss"),
@@ -151,7 +156,11 @@ def _shape_lines(config: RunConfig, world: World, sizes: Sizes, batch: Slabs, mi
 def _memory_lines(forecast: Footprint, world: World) -> list[str]:
     """The forecast in GiB, beside what this machine (or device) has left."""
     lines = ["Memory of one process, in GiB:"]
-    phases = (("always", forecast.standing), ("while generating", forecast.rollout), ("while training", forecast.training))
+    phases = (
+        ("always", forecast.standing),
+        ("while generating", forecast.rollout),
+        ("while training", forecast.training),
+    )
     for phase, parts in phases:
         lines += [f"  {name:<16} {size / _GIB:8.3f}  {phase}" for name, size in parts.items()]
     lines.append(f"  {'total':<16} {forecast.total / _GIB:8.3f}  at the same time")

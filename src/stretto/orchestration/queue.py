@@ -136,8 +136,9 @@ class InlineQueue:
         return max((time.monotonic() - group.reserved_at for group in self._groups.values()), default=0.0)
 
     def _end(self, group_id: int) -> _Group:
-        group = self._groups.pop(group_id)
+        group = self._groups[group_id]
         assert group.taken, f"group {group_id} ends before it was taken"
+        del self._groups[group_id]
         return group
 
     def _count_dropped(self, tokens: int, reason: str, samples: int) -> None:

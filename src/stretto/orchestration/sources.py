@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -42,11 +43,14 @@ class LiveSource:
 
 
 class ReplaySource:
-    """Reads recorded rollouts; groups come in the file's order, one after the other."""
+    """Reads recorded rollouts; groups come in the file's order, one after the other.
 
-    def __init__(self, config: RunConfig, world: World, path: Path):
+    Raises ValueError for a file that cannot be trained on by a model of `vocabulary` token ids.
+    """
+
+    def __init__(self, config: RunConfig, world: World, path: Path, vocabulary: int):
         self._config, self._world = config, world
-        self._groups = list(read_groups(path).values())
+        self._groups = list(read_groups(path, vocabulary).values())
         self.steps = min(config.steps, len(self._groups) // config.rollout.prompts_per_step)
         if not self.steps:
             raise ValueError(
@@ -63,8 +67,11 @@ class ReplaySource:
         ]
 
 
-def read_groups(path: Path) -> dict[int, list[Rollout]]:
-    """Recorded rollouts by group id. Raises ValueError naming the file and line that is wrong."""
+def read_groups(path: Path, vocabulary: int) -> dict[int, list[Rollout]]:
+    """Recorded rollouts by group id, checked to be of a model of `vocabulary` token ids.
+
+    Raises ValueError naming the file and line that is wrong.
+    """
     groups: dict[int, list[Rollout]] = {}
     try:
         lines = path.read_text().splitlines()
@@ -73,9 +80,22 @@ def read_groups(path: Path) -> dict[int, list[Rollout]]:
     for number, line in enumerate(lines, start=1):
         try:
             rollout = Rollout.from_json(line)
+            _check(rollout, vocabulary)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-        if rollout.reward is None:
-            raise ValueError(f"{path}, line {number}: the rollout has no reward; record with stretto rollout --reward")
         groups.setdefault(rollout.group_id, []).append(rollout)
     return groups
+
+
+def _check(rollout: Rollout, vocabulary: int) -> None:
+    if rollout.reward is None:
+        raise ValueError("the rollout has no reward; record with stretto rollout --reward")
+    for name, values in (("reward", (rollout.reward,)), ("log-prob", rollout.logprobs_T)):
+        for value in values:
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"the {name} is {value!r}, not a finite number")
+    for token in (*rollout.prompt_ids, *rollout.response_ids):
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise ValueError(
+                f"token id {token!r} is outside the model's vocabulary of {vocabulary}: record with this model"
+            )

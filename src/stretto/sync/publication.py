@@ -34,7 +34,7 @@ class Publisher:
 
     `open` comes before the optimizer step, `close` after it: in between no token is computed, so an engine that shares
     the trainer's tensors never reads half a step. A failure raises here and leaves the engine paused, since its weights
-    may be mixed.
+    may be mixed; the next publication that goes through lets it serve again.
     """
 
     def __init__(self, engine: Receiver, transport: Transport):
@@ -55,9 +55,9 @@ class Publisher:
     def close(self) -> int:
         """Transfer, verify, commit, and let the engine serve the new version; returns the bytes that moved."""
         assert self._pending is not None, "open comes first"
+        version, self._pending = self._pending, None
         moved = self._transport.transfer()
         self._transport.verify()
-        self._engine.commit(self._pending)
-        self._pending = None
+        self._engine.commit(version)
         self._engine.resume()
         return moved

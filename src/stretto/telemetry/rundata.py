@@ -76,7 +76,8 @@ def _series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
 def eval_samples(run: RunData) -> tuple[list[Pair], list[dict[str, Any]]]:
     """Held-out samples as pairs of first and last evaluation, the most changed first; else those of the only one.
 
-    Samples join on their row; the n-th sample of a row at one step goes with the n-th at the other.
+    Samples join on their row; the n-th sample of a row at one step goes with the n-th at the other. A pair of which one
+    could not be scored has no change to show and is left out.
     """
     records = [record for record in run.samples if record["kind"] == "eval"]
     steps = [record["step"] for record in records]
@@ -84,6 +85,7 @@ def eval_samples(run: RunData) -> tuple[list[Pair], list[dict[str, Any]]]:
         return [], records
     before, after = (_by_row(records, step) for step in (min(steps), max(steps)))
     pairs = [Pair(before[key], after[key]) for key in before if key in after]
+    pairs = [pair for pair in pairs if pair.before["reward"] is not None and pair.after["reward"] is not None]
     return sorted(pairs, key=_interest, reverse=True), []
 
 

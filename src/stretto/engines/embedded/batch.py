@@ -18,11 +18,15 @@ from stretto.types import Completion, FinishReason, Request, Version, VersionSpa
 
 @dataclass(eq=False)
 class Group:
-    """A request with at least one live or waiting sample; `row` is its prompt's row in the slabs."""
+    """A request with at least one live or waiting sample; `row` is its prompt's row in the slabs.
+
+    `version` computed the prompt, and `first_logits_V` with it.
+    """
 
     request: Request
     row: int
     first_logits_V: Tensor
+    version: Version
     waiting: int
     live: int = 0
 
@@ -126,9 +130,9 @@ class LiveBatch:
         ids = self.tensor([sample.ids[-1] for sample in self.samples])
         return ids[None], self.tensor(prompts[groups] + own)[None], step
 
-    def open_group(self, request: Request, first_logits_V: Tensor) -> Group:
+    def open_group(self, request: Request, first_logits_V: Tensor, version: Version) -> Group:
         """Register a group whose prompt `prefill_step` just computed."""
-        group = Group(request, len(self.groups), first_logits_V, waiting=len(request.seeds))
+        group = Group(request, len(self.groups), first_logits_V, version, waiting=len(request.seeds))
         self.groups.append(group)
         return group
 
@@ -157,6 +161,16 @@ class LiveBatch:
         if not sample.group.live and not sample.group.waiting:
             self._close_group(sample.group)
 
+    def close_group(self, group: Group) -> list[Sample]:
+        """Close all of the group, its waiting samples too; returns those that were live."""
+        live = [sample for sample in self.samples if sample.group is group]
+        group.waiting = 0
+        for sample in live:
+            self.close_sample(sample)
+        if not live:
+            self._close_group(group)
+        return live
+
     def _close_group(self, group: Group) -> None:
         last = self.groups[-1]
         if last is not group:
@@ -166,6 +180,7 @@ class LiveBatch:
         self.groups.pop()
 
 
+@torch.inference_mode()
 def _move_all(slabs: dict[int, Slab], source: int, target: int, tokens: int) -> None:
     for slab in slabs.values():
         slab.move(source, target, tokens)

@@ -55,7 +55,8 @@ class Control:
 
     def is_aborted(self, request_id: int) -> bool:
         """Whether that request was aborted."""
-        return self._aborted is None or request_id in self._aborted
+        aborted = self._aborted  # read once: another thread may be replacing it
+        return aborted is None or request_id in aborted
 
     def forget_aborts(self) -> None:
         """A new generation starts: earlier aborts do not concern it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from stretto.engines.base import EngineError
 from stretto.engines.embedded.batch import Group, LiveBatch, Sample
 from stretto.engines.embedded.control import Control
 from stretto.engines.embedded.model import assign, build_module, checkpoint_tensors
+from stretto.engines.embedded.requests import check_requests
 from stretto.engines.embedded.sampling import Draws, draw, uniforms
 from stretto.engines.embedded.stopping import StopRule
 from stretto.sync.layout import Layout, layout_of
@@ -47,6 +49,7 @@ class EmbeddedEngine:
         self._stop = StopRule(tokenizer, eos_ids)
         self._control = Control()
         self._version = Version(0, 0)
+        self._prepared: Version | None = None
         self._ready = False
 
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
@@ -62,6 +65,7 @@ class EmbeddedEngine:
                 for name, tensor in checkpoint_tensors(self._module).items()
             }
         )
+        self._ready = False
         return self.weights()
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -81,12 +85,13 @@ class EmbeddedEngine:
         """See the contract."""
         if version <= self._version:
             raise EngineError(f"version {version} is not newer than {self._version}, which is served")
+        self._prepared = version
         self.pause()
 
     def commit(self, version: Version) -> None:
         """See the contract."""
         assert self._control.paused, "a version is committed between pause and resume"
-        self._version = version
+        self._version, self._prepared, self._ready = version, None, True
 
     def pause(self) -> None:
         """See the contract."""
@@ -94,6 +99,11 @@ class EmbeddedEngine:
 
     def resume(self) -> None:
         """See the contract."""
+        if self._prepared is not None:
+            raise EngineError(
+                f"version {self._prepared} was prepared and not committed, so the weights may be a mixture of two "
+                "versions; publish all of them again before the engine is resumed"
+            )
         self._control.resume()
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
@@ -121,26 +131,14 @@ class EmbeddedEngine:
     def _check(self, requests: Sequence[Request]) -> None:
         if not self._ready:
             raise EngineError("the engine has no weights yet: adopt the trainer's or allocate its own first")
-        if len({request.id for request in requests}) != len(requests):
-            raise ValueError("two requests in flight have the same id")
         vocabulary = self._module.get_input_embeddings().weight.shape[0]
-        for request in requests:
-            length, new = len(request.prompt_ids), request.sampling.max_new_tokens
-            if not length or not request.seeds or new < 1:
-                raise ValueError(f"request {request.id} needs a prompt, a seed a sample and max_new_tokens >= 1")
-            if length + new > self._max_length:
-                raise ValueError(
-                    f"request {request.id}: {length} prompt tokens + {new} new ones are more than the model's "
-                    f"{self._max_length}; lower rollout.max_new_tokens or data.max_prompt_tokens"
-                )
-            if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
-                raise ValueError(f"request {request.id} has token ids outside the vocabulary of {vocabulary}")
+        check_requests(requests, vocabulary=vocabulary, max_length=self._max_length)
 
     def _generate(self, waiting: deque[Request], deadline: float) -> Iterator[Completion]:
         if not waiting:
             return
         batch = self._new_batch(waiting)
-        while waiting or batch.samples:
+        while waiting or batch.groups:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{len(batch.samples)} samples were unfinished and {len(waiting)} prompts not begun at the "
@@ -151,7 +149,7 @@ class EmbeddedEngine:
                 finished = self._admit(batch, waiting)
                 if batch.samples:
                     ids, positions, step = batch.decode_step()
-                    logits_NV = self._forward(ids, positions, step, slice(None))
+                    logits_NV = self._forward(ids, positions, step, 0)
                     finished += self._extend(batch, list(batch.samples), logits_NV)
             yield from finished
 
@@ -168,9 +166,11 @@ class EmbeddedEngine:
             device=self._device,
         )
 
-    def _forward(self, ids: Tensor, positions: Tensor, step: Any, rows: Tensor | slice) -> Tensor:
-        hidden = self._module.base_model(input_ids=ids, position_ids=positions, use_cache=False, stretto_step=step)
-        return self._module.lm_head(hidden.last_hidden_state[0][rows])
+    def _forward(self, ids: Tensor, positions: Tensor, step: Any, rows: Tensor | int) -> Tensor:
+        """Logits of the chosen rows, by the model's own head: some families scale or cap what `lm_head` gives."""
+        return self._module(
+            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows, stretto_step=step
+        ).logits[0]
 
     def _admit(self, batch: LiveBatch, waiting: deque[Request]) -> list[Completion]:
         """Fill free rows: first with samples of groups already open, then with new groups, computing their prompts."""
@@ -191,13 +191,20 @@ class EmbeddedEngine:
     def _prefill(self, batch: LiveBatch, requests: list[Request]) -> list[Sample]:
         ids, positions, last_G, step = batch.prefill_step(requests)
         logits_GV = self._forward(ids, positions, step, last_G)
-        return batch.open_waiting([batch.open_group(*pair) for pair in zip(requests, logits_GV, strict=True)])
+        pairs = zip(requests, logits_GV, strict=True)
+        return batch.open_waiting([batch.open_group(request, row_V, self._version) for request, row_V in pairs])
 
     def _extend(self, batch: LiveBatch, samples: list[Sample], logits_NV: Tensor) -> list[Completion]:
         """Draw one token for each sample; close and report those that it ends."""
         ids_N, logprobs_N = draw(logits_NV, self._draws(batch, samples))
         for sample, token, logprob in zip(samples, ids_N.tolist(), logprobs_N.tolist(), strict=True):
-            sample.append(token, logprob, self._version)
+            if not math.isfinite(logprob):
+                raise EngineError(
+                    f"the model gives no finite log-prob for token {len(sample.ids)} of request "
+                    f"{sample.group.request.id} in version {self._version}: its weights or its activations overflowed"
+                )
+            # The first token's logits were computed with the prompt, maybe before the latest publication.
+            sample.append(token, logprob, self._version if sample.ids else sample.group.version)
         finished = []
         for sample in samples:
             reason = self._stop.reason(sample.ids, sample.group.request.sampling)
@@ -228,12 +235,9 @@ class EmbeddedEngine:
     def _drop_aborted(self, batch: LiveBatch, waiting: deque[Request]) -> list[Completion]:
         """Close what was aborted: live samples with what they have, waiting ones with nothing."""
         dropped = []
-        for sample in [sample for sample in batch.samples if self._control.is_aborted(sample.group.request.id)]:
-            dropped.append(sample.completion(FinishReason.ABORT))
-            if sample.group.waiting:
-                dropped += [_untouched(sample.group.request, i) for i in _unopened(sample.group)]
-                sample.group.waiting = 0
-            batch.close_sample(sample)
+        for group in [group for group in batch.groups if self._control.is_aborted(group.request.id)]:
+            dropped += [_untouched(group.request, index) for index in _unopened(group)]
+            dropped += [sample.completion(FinishReason.ABORT) for sample in batch.close_group(group)]
         for request in [request for request in waiting if self._control.is_aborted(request.id)]:
             dropped += [_untouched(request, index) for index in range(len(request.seeds))]
             waiting.remove(request)

@@ -28,9 +28,9 @@ class Update:
 def plan_updates(batch: Batch, config: RunConfig, objective: Objective, world: World) -> list[Update]:
     """Split the batch by whole groups into `trainer.updates_per_batch` optimizer steps, each with its own totals."""
     parts = config.trainer.updates_per_batch
-    groups: dict[int, int] = {}
-    for rollout in batch.rollouts:
-        groups.setdefault(rollout.group_id, len(groups))
+    # Counted over all ranks, so that an update holds the same groups however they are shared out.
+    everywhere = world.gather([rollout.group_id for rollout in batch.rollouts])
+    groups = {group_id: place for place, group_id in enumerate(sorted({one for ids in everywhere for one in ids}))}
     split = [
         [i for i, rollout in enumerate(batch.rollouts) if groups[rollout.group_id] * parts // len(groups) == part]
         for part in range(parts)

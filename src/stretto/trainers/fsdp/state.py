@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from stretto.trainers.fsdp.policy import Policy
@@ -37,12 +39,14 @@ def checkpoint_tensors(policy: Policy) -> Mapping[str, Tensor]:
 
 def save(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, updates: int) -> None:
     """Write weights, optimizer and step count with torch.distributed.checkpoint."""
+    fresh = not optimizer.state
     model, optim = get_state_dict(policy, optimizer, options=_OPTIONS)
-    state_dict_saver.save(
-        {"model": model, "optimizer": optim, "updates": updates},
-        checkpoint_id=directory,
-        no_dist=not dist.is_initialized(),
-    )
+    if fresh:  # torch has made the missing state by an empty step, and counted it
+        for slots in optimizer.state.values():
+            slots["step"].zero_()
+    written = {"model": model, "optimizer": optim, "updates": updates}
+    with _causes():
+        state_dict_saver.save(written, checkpoint_id=directory, no_dist=not dist.is_initialized())
 
 
 def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
@@ -50,7 +54,8 @@ def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> i
     model, optim = get_state_dict(policy, optimizer, options=_OPTIONS)
     read: dict[str, Any] = {"model": model, "optimizer": optim, "updates": 0}
     try:
-        state_dict_loader.load(read, checkpoint_id=directory, no_dist=not dist.is_initialized())
+        with _causes():
+            state_dict_loader.load(read, checkpoint_id=directory, no_dist=not dist.is_initialized())
     except Exception as error:
         raise ValueError(
             f"cannot read the checkpoint {directory}: {type(error).__name__}: {error}; "
@@ -60,6 +65,15 @@ def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> i
         policy, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=_OPTIONS
     )
     return int(read["updates"])
+
+
+@contextmanager
+def _causes() -> Iterator[None]:
+    """Raise what went wrong on a rank itself: torch wraps it in an exception that no `except Exception` catches."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
 
 
 def export(directory: Path, policy: Policy, source: Path, world: World) -> None:

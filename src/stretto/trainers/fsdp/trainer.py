@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from stretto.algorithms.objective import Objective, Stats, TokenBatch, merge
 from stretto.config.run import RunConfig
@@ -106,7 +107,11 @@ class FSDPTrainer:
         micro_batches, passes = self._cut(batch.rollouts, update.active)
         total, stats = torch.zeros((), dtype=torch.float64, device=self._world.device), None
         for micro in micro_batches:
-            loss, part = self._objective(tokens.at(micro.slot_N, *self._policy(micro)))
+            current_N, entropy_N = self._policy(micro)
+            if not self._objective.needs_entropy:
+                # Its graph would keep the logits of every chunk, recomputed, until the backward pass ends.
+                entropy_N = entropy_N.detach()
+            loss, part = self._objective(tokens.at(micro.slot_N, current_N, entropy_N))
             (loss * self._world.size).backward()  # sharded gradients are averaged over ranks; the loss is a sum
             total += loss.detach().double()
             stats = part if stats is None else merge(stats, part)
@@ -128,6 +133,8 @@ class FSDPTrainer:
         flat = torch.full((slot_offsets(rollouts)[-1],), torch.nan, device=self._world.device, dtype=torch.float64)
         for micro in self._cut(rollouts, indices)[0]:
             flat[micro.slot_N] = policy(micro)[0].double()
+        if isinstance(policy, FSDPModule):
+            policy.reshard()  # else the root stays gathered until a backward pass, deaf to an optimizer step before it
         return flat
 
     def _cut(self, rollouts: Sequence[Rollout], indices: Sequence[int]) -> tuple[list[MicroBatch], int]:

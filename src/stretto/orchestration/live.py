@@ -1,0 +1,125 @@
+"""The generating half of a run: prompts, reward workers and the engine, and how they meet a trainer."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.config import RunConfig
+from stretto.data import PromptSet, PromptStream, load_prompts
+from stretto.engines.embedded import EmbeddedEngine
+from stretto.models import checkpoint as models
+from stretto.orchestration.evaluate import Evaluator
+from stretto.orchestration.rollouts import RolloutPhase
+from stretto.orchestration.sources import LiveSource
+from stretto.rewards import RewardPool
+from stretto.sync.layout import check_complete
+from stretto.sync.publication import Publisher
+from stretto.sync.transports import AliasTransport, LocalTransport
+from stretto.sync.transports.alias import can_alias
+from stretto.trainers import Trainer
+from stretto.world import World
+
+
+@dataclass(frozen=True)
+class Model:
+    """The checkpoint that a run starts from."""
+
+    directory: Path
+    tokenizer: Any
+    max_length: int
+
+    @classmethod
+    def load(cls, config: RunConfig) -> Model:
+        """Find it, read its configuration and its tokenizer. Raises ValueError for what cannot be read."""
+        directory = models.resolve(config.model.path)
+        longest = models.longest_sequence(models.load_config(directory), config.model.max_length)
+        return cls(directory, models.load_tokenizer(directory), longest)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has."""
+        return models.load_config(self.directory).get_text_config().vocab_size
+
+
+@dataclass(frozen=True)
+class Live:
+    """Checked input: everything that can be wrong with data, rewards or lengths was found before a weight is loaded."""
+
+    config: RunConfig
+    world: World
+    data: PromptSet
+    engine: EmbeddedEngine
+    phase: RolloutPhase
+
+    @classmethod
+    def open(cls, config: RunConfig, world: World, model: Model, stack: ExitStack) -> Live:
+        """Read the prompts, start the reward workers and build the engine (without weights yet).
+
+        `stack` closes what was opened. Raises ValueError for bad input.
+        """
+        data = load_prompts(config, model.tokenizer)
+        check_lengths(config, model, data)
+        rewards = stack.enter_context(RewardPool(config.reward))
+        rewards.check(data.train[0].fields.keys())
+        engine = EmbeddedEngine(
+            model.directory,
+            model.tokenizer,
+            device=world.device,
+            eos_ids=models.end_of_sequence_ids(model.directory, model.tokenizer),
+            max_length=model.max_length,
+            max_sequences=config.engine.max_sequences,
+        )
+        stack.callback(engine.close)
+        return cls(
+            config, world, data, engine, RolloutPhase(engine, rewards, model.tokenizer, config.rollout.timeout_s)
+        )
+
+    def publisher(self, trainer: Trainer) -> Publisher:
+        """What brings the trainer's weights into the engine."""
+        return Publisher(self.engine, connect(trainer, self.engine, engine_dtype(self.config, self.world), self.world))
+
+    def source(self) -> LiveSource:
+        """Samples for training."""
+        stream = PromptStream(self.data.train, self.config.seed, self.config.data.shuffle)
+        return LiveSource(self.config, self.world, stream, self.phase)
+
+    def evaluator(self) -> Evaluator:
+        """Evaluation on the held-out prompts."""
+        return Evaluator(self.config, self.world, self.data.heldout, self.phase)
+
+
+def connect(
+    trainer: Trainer, engine: EmbeddedEngine, dtype: torch.dtype, world: World
+) -> AliasTransport | LocalTransport:
+    """The transport between this trainer and this engine: shared tensors where it can be, else a local fill.
+
+    Raises ValueError when the trainer's weights do not fill the engine's.
+    """
+    check_complete(trainer.layout(), engine.layout())
+    weights = trainer.weights()
+    if can_alias(weights, dtype, world.device):
+        engine.adopt(weights)
+        return AliasTransport(weights, engine.weights())
+    return LocalTransport(trainer.weights, engine.allocate(dtype))
+
+
+def engine_dtype(config: RunConfig, world: World) -> torch.dtype:
+    """The dtype of the engine's weights."""
+    if config.engine.dtype == "auto":
+        return torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    return getattr(torch, config.engine.dtype)
+
+
+def check_lengths(config: RunConfig, model: Model, data: PromptSet) -> None:
+    """Raise ValueError when the longest prompt and response together do not fit the model."""
+    longest = max(len(prompt.ids) for prompt in (*data.train, *data.heldout))
+    if longest + config.rollout.max_new_tokens > model.max_length:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens; with rollout.max_new_tokens = {config.rollout.max_new_tokens} "
+            f"that is more than the model's {model.max_length}; lower data.max_prompt_tokens or rollout.max_new_tokens"
+        )

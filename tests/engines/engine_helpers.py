@@ -1,0 +1,160 @@
+"""What the engine tests share: served models, requests, and what transformers says about a response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.engines import RolloutEngine
+from stretto.engines.embedded import EmbeddedEngine
+from stretto.models.checkpoint import load_model, load_tokenizer
+from stretto.sync.publication import Publisher
+from stretto.sync.transports import AliasTransport, LocalTransport
+from stretto.types import Completion, Request, Sampling, Version
+
+DEADLINE_S = 120.0
+TEXT = "It was the best of times, it was the worst of times; 12 + 30 = 42, he said (twice)."
+
+
+@dataclass
+class Served:
+    """An engine, the transformers model whose weights it was given, and the publisher between the two."""
+
+    engine: RolloutEngine
+    reference: Any
+    publisher: Publisher
+    tokenizer: Any
+
+    def publish(self, number: int, change: Callable[[], None] = lambda: None) -> Version:
+        """Change the reference's weights and publish them as version (1, number)."""
+        version = Version(1, number)
+        self.publisher.open(version)
+        change()
+        self.publisher.close()
+        return version
+
+    def prompt(self, length: int, start: int = 0) -> tuple[int, ...]:
+        """The first `length` tokens of a fixed text, begun at character `start`."""
+        ids = self.tokenizer.encode((TEXT * 10)[start:], add_special_tokens=False)
+        return tuple(ids[:length])
+
+
+Factory = Callable[..., Served]
+
+
+def serve_alias(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[int] = ()) -> Served:
+    """An embedded engine that generates with the reference's own tensors."""
+    engine, reference, tokenizer = _parts(directory, max_sequences, eos_ids)
+    weights = named_weights(reference, engine)
+    engine.adopt(weights)
+    return _published(engine, reference, tokenizer, AliasTransport(weights, engine.weights()))
+
+
+def serve_local(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[int] = ()) -> Served:
+    """An embedded engine whose own buffers are filled from the reference."""
+    engine, reference, tokenizer = _parts(directory, max_sequences, eos_ids)
+    target = engine.allocate(torch.float32)
+    transport = LocalTransport(lambda: named_weights(reference, engine), target)
+    return _published(engine, reference, tokenizer, transport)
+
+
+ENGINES: dict[str, Factory] = {"embedded-alias": serve_alias, "embedded-local": serve_local}
+
+
+def _parts(directory: Path, max_sequences: int, eos_ids: Sequence[int]) -> tuple[EmbeddedEngine, Any, Any]:
+    reference = load_model(directory, torch.float32).eval()
+    tokenizer = load_tokenizer(directory)
+    engine = EmbeddedEngine(
+        directory,
+        tokenizer,
+        device=torch.device("cpu"),
+        eos_ids=eos_ids,
+        max_length=reference.config.max_position_embeddings,
+        max_sequences=max_sequences,
+    )
+    return engine, reference, tokenizer
+
+
+def _published(engine: EmbeddedEngine, reference: Any, tokenizer: Any, transport: Any) -> Served:
+    served = Served(engine, reference, Publisher(engine, transport), tokenizer)
+    served.publish(0)
+    return served
+
+
+def named_weights(reference: Any, engine: EmbeddedEngine) -> dict[str, Tensor]:
+    """The reference's tensors by the names that the engine's layout asks for."""
+    return {name: reference.get_parameter(name) for name in engine.layout()}
+
+
+def request(id: int, prompt_ids: Sequence[int], seeds: Iterable[int] = (0,), **sampling: Any) -> Request:
+    """A group; `sampling` has the fields of `Sampling` (8 new tokens unless it says otherwise)."""
+    return Request(id, tuple(prompt_ids), tuple(seeds), Sampling(**{"max_new_tokens": 8, **sampling}))
+
+
+def run(engine: RolloutEngine, *requests: Request) -> dict[tuple[int, int], Completion]:
+    """Every completion by (request id, index); each must come exactly once."""
+    completions = list(engine.generate(requests, deadline_s=DEADLINE_S))
+    found = {(one.request_id, one.index): one for one in completions}
+    assert len(found) == len(completions)
+    assert set(found) == {(one.id, index) for one in requests for index in range(len(one.seeds))}
+    assert all(one.seed == requests_by_id(requests)[one.request_id].seeds[one.index] for one in completions)
+    return found
+
+
+def requests_by_id(requests: Sequence[Request]) -> dict[int, Request]:
+    """Requests by their id."""
+    return {one.id: one for one in requests}
+
+
+@torch.no_grad()
+def reference_logits(reference: Any, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tensor:
+    """Logits [T, V] (float64) that transformers gives for each response token, in one pass without a cache."""
+    logits_LV = reference(torch.tensor([[*prompt_ids, *response_ids]]), use_cache=False).logits[0]
+    return logits_LV[len(prompt_ids) - 1 : -1].double()
+
+
+def reference_logprobs(
+    reference: Any, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float = 1.0
+) -> Tensor:
+    """Log-probs [T] (float64) of the response under transformers."""
+    logprobs_TV = (reference_logits(reference, prompt_ids, response_ids) / temperature).log_softmax(-1)
+    return logprobs_TV.gather(-1, torch.tensor(response_ids)[:, None])[:, 0]
+
+
+def filtered_by_transformers(logits_NV: Tensor, filters: Mapping[str, float]) -> Tensor:
+    """What transformers' own filters leave of the logits (-inf elsewhere), in the order top-k, top-p, min-p."""
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers: dict[str, Any] = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
+    for name, warper in warpers.items():
+        if name in filters:
+            logits_NV = warper(filters[name])(torch.empty(0), logits_NV)
+    return logits_NV
+
+
+def assert_logprobs(served: Served, one: Request, completion: Completion, tolerance: float = 1e-5) -> None:
+    """The completion's log-probs are those of transformers, at the request's temperature (1 when greedy)."""
+    temperature = one.sampling.temperature or 1.0
+    expected = reference_logprobs(served.reference, one.prompt_ids, completion.response_ids, temperature)
+    torch.testing.assert_close(
+        torch.tensor(completion.logprobs_T, dtype=torch.float64), expected, rtol=0, atol=tolerance
+    )
+
+
+@torch.no_grad()
+def nudge(reference: Any, seed: int, scale: float = 0.02) -> None:
+    """What an optimizer step does: every parameter changes in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in reference.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+
+
+@torch.no_grad()
+def change_final_norm(reference: Any) -> None:
+    """Change the logits of every token, but no key and no value, so that kept KV stays that of the new weights."""
+    reference.model.norm.weight.mul_(0.7)

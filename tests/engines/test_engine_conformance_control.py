@@ -1,0 +1,266 @@
+"""What every rollout engine must do while it generates: abort, pause, resume, and take new weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+
+import pytest
+import torch
+from engine_helpers import (
+    DEADLINE_S,
+    Factory,
+    Served,
+    assert_logprobs,
+    change_final_norm,
+    nudge,
+    reference_logprobs,
+    request,
+    run,
+)
+
+from stretto.engines import EngineError
+from stretto.types import Completion, FinishReason, Request, Version, VersionSpan
+
+LONG = 120
+
+
+@pytest.fixture
+def served(serve: Factory, tiny_model: Path) -> Served:
+    return serve(tiny_model)
+
+
+def by_place(completions: list[Completion]) -> dict[tuple[int, int], Completion]:
+    found = {(one.request_id, one.index): one for one in completions}
+    assert len(found) == len(completions)
+    return found
+
+
+def assert_begins_like(part: Completion, whole: Completion) -> None:
+    """`part` is the beginning of `whole`, with a log-prob and a version for each token."""
+    length = len(part.response_ids)
+    assert part.response_ids == whole.response_ids[:length]
+    assert part.logprobs_T == pytest.approx(whole.logprobs_T[:length], abs=1e-5, rel=0)
+    assert sum(span.stop - span.start for span in part.version_spans) == length
+
+
+@contextmanager
+def generating(served: Served, requests: list[Request]) -> Iterator[Queue[Completion | Exception]]:
+    """Generate in a thread that goes on after its first completion only when the caller is about to act."""
+    completions: Queue[Completion | Exception] = Queue()
+    acting = threading.Event()
+
+    def work() -> None:
+        try:
+            for one in served.engine.generate(requests, deadline_s=DEADLINE_S):
+                completions.put(one)
+                assert acting.wait(DEADLINE_S)
+        except Exception as error:
+            completions.put(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    first = completions.get(timeout=DEADLINE_S)
+    completions.put(first)
+    acting.set()
+    try:
+        yield completions
+    finally:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def drained(completions: Queue[Completion | Exception]) -> dict[tuple[int, int], Completion]:
+    found = []
+    while not completions.empty():
+        one = completions.get()
+        if isinstance(one, Exception):
+            raise one
+        found.append(one)
+    return by_place(found)
+
+
+def test_abort_of_one_request_between_yields_leaves_the_others_alone(serve: Factory, tiny_model: Path) -> None:
+    served = serve(tiny_model, max_sequences=6)
+    short, victim = (
+        request(0, served.prompt(9), (1, 2), max_new_tokens=3),
+        request(1, served.prompt(40), (3, 4, 5, 6, 7)),
+    )
+    other = request(2, served.prompt(17), (8, 9), max_new_tokens=12)
+    whole = run(served.engine, short, victim, other)
+
+    completions, stream = [], served.engine.generate([short, victim, other], deadline_s=DEADLINE_S)
+    completions.append(next(stream))
+    served.engine.abort([1])
+    completions += stream
+    found = by_place(completions)
+    assert set(found) == set(whole)
+    for place, one in found.items():
+        if place[0] == 1:
+            assert one.finish_reason is FinishReason.ABORT
+            assert len(one.response_ids) < 8
+            assert_begins_like(one, whole[place])
+        else:
+            assert one.response_ids == whole[place].response_ids
+            assert one.finish_reason is FinishReason.LENGTH
+    assert any(found[1, index].response_ids for index in range(5)), "some of the group had begun"
+    assert found[1, 4].response_ids == found[1, 4].logprobs_T == found[1, 4].version_spans == ()
+
+
+def test_abort_of_all_yields_every_sample_waiting_ones_too(serve: Factory, tiny_model: Path) -> None:
+    served = serve(tiny_model, max_sequences=2)
+    requests = [request(i, served.prompt(5 + i), range(4), max_new_tokens=1 if i == 0 else 50) for i in range(6)]
+    stream = served.engine.generate(requests, deadline_s=DEADLINE_S)
+    completions = [next(stream)]
+    served.engine.abort()
+    completions += stream
+    assert set(by_place(completions)) == {(i, j) for i in range(6) for j in range(4)}
+    assert {one.finish_reason for one in completions[2:]} == {FinishReason.ABORT}
+    assert len(run(served.engine, requests[0])) == 4, "an abort does not outlive the generation it ended"
+
+
+def test_an_abort_before_the_first_token_is_kept(served: Served) -> None:
+    stream = served.engine.generate([request(0, served.prompt(5), range(3))], deadline_s=DEADLINE_S)
+    served.engine.abort([0])
+    assert [(one.finish_reason, one.response_ids) for one in stream] == [(FinishReason.ABORT, ())] * 3
+
+
+def test_abort_from_another_thread(served: Served) -> None:
+    requests = [request(0, served.prompt(5), (1,), max_new_tokens=1)]
+    requests += [request(i, served.prompt(8), (i, i + 1), max_new_tokens=LONG) for i in (1, 2)]
+    with generating(served, requests) as completions:
+        served.engine.abort([1])
+    found = drained(completions)
+    assert {place: one.finish_reason for place, one in found.items()} == {
+        (0, 0): FinishReason.LENGTH,
+        (1, 0): FinishReason.ABORT,
+        (1, 1): FinishReason.ABORT,
+        (2, 0): FinishReason.LENGTH,
+        (2, 1): FinishReason.LENGTH,
+    }
+    assert all(len(found[2, index].response_ids) == LONG for index in (0, 1))
+    assert_logprobs(served, requests[2], found[2, 1])
+
+
+def test_a_publication_from_another_thread_splits_the_spans_of_what_is_under_way(served: Served) -> None:
+    requests = [
+        request(0, served.prompt(5), (1,), max_new_tokens=1),
+        request(1, served.prompt(9), (2, 3), max_new_tokens=LONG),
+    ]
+    old = served.engine.version
+    before = reference_of(served)
+    with generating(served, requests) as completions:
+        served.engine.pause()
+        new = served.publish(1, lambda: change_final_norm(served.reference))
+    found = drained(completions)
+    assert found[0, 0].version_spans == (VersionSpan(old, 0, 1),)
+    for index in (0, 1):
+        (first, second), one = found[1, index].version_spans, found[1, index]
+        assert (first.version, second.version) == (old, new)
+        assert (first.start, first.stop, second.stop) == (0, second.start, LONG)
+        for span, logprobs in ((first, before), (second, reference_of(served))):
+            expected = logprobs(requests[1].prompt_ids, one.response_ids)[span.start : span.stop]
+            assert one.logprobs_T[span.start : span.stop] == pytest.approx(expected.tolist(), abs=1e-5, rel=0)
+
+
+def reference_of(served: Served) -> Callable[..., torch.Tensor]:
+    """Log-probs under the reference as it is now, whatever becomes of it later."""
+    import copy
+
+    frozen = copy.deepcopy(served.reference)
+    return lambda prompt_ids, response_ids: reference_logprobs(frozen, prompt_ids, response_ids)
+
+
+def test_every_token_carries_the_version_that_sampled_it_when_rows_are_short(serve: Factory, tiny_model: Path) -> None:
+    """Samples that wait for a row start after the publication, from a prompt that was computed before it."""
+    served = serve(tiny_model, max_sequences=2)
+    one = request(0, served.prompt(9), range(6), max_new_tokens=4)
+    models = {served.engine.version: reference_of(served)}
+    completions, stream = [], served.engine.generate([one], deadline_s=DEADLINE_S)
+    completions.append(next(stream))
+    new = served.publish(1, lambda: change_final_norm(served.reference))
+    models[new] = reference_of(served)
+    completions += stream
+    assert {span.version for got in completions for span in got.version_spans} == set(models)
+    for got in completions:
+        assert [span.start for span in got.version_spans[1:]] == [span.stop for span in got.version_spans[:-1]]
+        for span in got.version_spans:
+            expected = models[span.version](one.prompt_ids, got.response_ids)[span.start : span.stop]
+            assert got.logprobs_T[span.start : span.stop] == pytest.approx(expected.tolist(), abs=1e-5, rel=0)
+
+
+def test_pause_and_resume_change_no_token(served: Served) -> None:
+    requests = [
+        request(0, served.prompt(5), (1,), max_new_tokens=1),
+        request(1, served.prompt(9), (2, 3), max_new_tokens=LONG),
+    ]
+    expected = run(served.engine, *requests)
+    with generating(served, requests) as completions:
+        for _ in range(3):
+            served.engine.pause()
+            served.engine.resume()
+    assert drained(completions) == expected
+
+
+def test_generating_while_paused_ends_at_the_deadline(served: Served) -> None:
+    served.engine.pause()
+    with pytest.raises(EngineError, match="paused"):
+        list(served.engine.generate([request(0, served.prompt(4))], deadline_s=0.05))
+    served.engine.resume()
+    assert len(run(served.engine, request(0, served.prompt(4)))) == 1
+
+
+def test_generating_past_the_deadline_is_an_error(served: Served) -> None:
+    with pytest.raises(EngineError, match="deadline"):
+        list(served.engine.generate([request(0, served.prompt(4), max_new_tokens=LONG)], deadline_s=-1.0))
+
+
+def test_what_follows_a_publication_is_the_new_model(served: Served) -> None:
+    one = request(0, served.prompt(13), (4, 5))
+    first = run(served.engine, one)
+    new = served.publish(1, lambda: nudge(served.reference, seed=0))
+    assert served.engine.version == new
+    second = run(served.engine, one)
+    for place, completion in second.items():
+        assert_logprobs(served, one, completion)
+        assert completion.version_spans == (VersionSpan(new, 0, 8),)
+        assert completion.logprobs_T != first[place].logprobs_T
+
+
+def test_memory_is_given_back_and_taken_again(served: Served) -> None:
+    one = request(0, served.prompt(13), (4, 5))
+    expected = run(served.engine, one)
+    served.engine.release_memory()
+    served.engine.reclaim_memory()
+    assert run(served.engine, one) == expected
+
+
+@pytest.mark.parametrize("version", [Version(1, 0), Version(0, 9)])
+def test_a_version_that_is_not_newer_is_refused_and_the_engine_serves_on(served: Served, version: Version) -> None:
+    with pytest.raises(EngineError, match="not newer"):
+        served.engine.prepare(version)
+    assert len(run(served.engine, request(0, served.prompt(4)))) == 1
+
+
+def test_a_prepared_version_must_be_committed_before_a_token_is_computed(served: Served) -> None:
+    served.engine.prepare(Version(1, 1))
+    with pytest.raises(EngineError, match="not committed"):
+        served.engine.resume()
+    with pytest.raises(EngineError, match="paused"):
+        list(served.engine.generate([request(0, served.prompt(4))], deadline_s=0.05))
+    served.engine.commit(Version(1, 1))
+    served.engine.resume()
+    assert run(served.engine, request(0, served.prompt(4)))[0, 0].version_spans[0].version == Version(1, 1)
+
+
+def test_close_ends_what_is_under_way(served: Served) -> None:
+    stream = served.engine.generate(
+        [request(0, served.prompt(4), max_new_tokens=1), request(1, served.prompt(4), (1, 2), max_new_tokens=LONG)],
+        deadline_s=DEADLINE_S,
+    )
+    next(stream)
+    served.engine.close()
+    assert [one.finish_reason for one in stream] == [FinishReason.ABORT] * 2
