@@ -2,8 +2,8 @@
 
     python benchmarks/demo.py [--seeds 0 1 2] [--out runs/demo] [--reuse RUN_DIR ...]
 
-Each seed is one `stretto train examples/addition/run.toml`. The final checkpoint is then exported and its answers to the
-held-out prompts are generated greedily by transformers alone, without Stretto's engine. Writes results/demo.json.
+Each seed is one `stretto train examples/addition/run.toml`. The final checkpoint is then exported, and its answers to
+the held-out prompts are generated greedily by transformers alone, without Stretto's engine. Writes results/demo.json.
 """
 
 from __future__ import annotations

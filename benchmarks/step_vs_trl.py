@@ -2,10 +2,10 @@
 
     python benchmarks/step_vs_trl.py [--steps 6] [--rounds 2] [--threads 2] [--workloads short long] [--tiny]
 
-Both sides have the same checkpoint (smollm2, fp32), prompts in the same order, samples a prompt and response lengths: the
-end-of-sequence token is one that is practically never drawn. TRL runs at its fastest settings on CPU. Each side runs in a
-process of its own, in turns (Stretto, TRL, TRL, Stretto, ...); a step is timed from the end of the one before it,
-everything included, and the first two steps of every process are not counted. `--tiny` is to see that it runs.
+Both sides have the same checkpoint (smollm2, fp32), prompts in the same order, samples a prompt and response lengths:
+the end-of-sequence token is one that is practically never drawn. TRL runs at its fastest settings on CPU. Each side
+runs in a process of its own, in turns (Stretto, TRL, TRL, Stretto, ...). A step is timed from the end of the one before
+it, everything included; the first two steps of every process are not counted. `--tiny` is to see that it runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ NEVER_DRAWN = "<file_sep>"
 
 @dataclass(frozen=True)
 class Workload:
-    """One step: `prompts` x `samples` responses of `new` tokens; a prompt has `lines` solved additions before its own."""
+    """One step: `prompts` x `samples` responses of `new` tokens; a prompt shows `lines` solved additions first."""
 
     prompts: int
     samples: int
@@ -45,7 +46,7 @@ WORKLOADS = {"short": Workload(16, 8, 5, 1), "long": Workload(4, 8, 64, 5)}
 
 
 def odd_digits(completions: list[str], **columns: Any) -> list[float]:
-    """A reward that differs within nearly every group: the share of odd digits. TRL's signature, which both sides take."""
+    """The share of odd digits, which differs within nearly every group. Both sides take TRL's signature."""
     return [sum(c in "13579" for c in text) / max(1, len(text)) for text in completions]
 
 
@@ -151,7 +152,7 @@ def run_trl(work: Workload, model: Path, scratch: Path, steps: int) -> dict[str,
     )
     ends = _step_ends(trainer)
     trainer.train()
-    seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    seconds = [after - before for before, after in pairwise(ends)]
     return {"seconds": seconds[WARM_UP - 1 :], "response_length": statistics.mean(lengths)}
 
 

@@ -87,7 +87,7 @@ def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
         ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values for 1 functions"),
         (
             {"rollout.prompts_per_step": 2, "rollout.samples_per_prompt": 2, "trainer.updates_per_batch": 5},
-            "trainer.updates_per_batch = 5 is more than the 4 samples of a step",
+            "trainer.updates_per_batch = 5 is more than the 2 prompts of a step",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | N
         if process is not None and process.poll() is not None:
             raise AssertionError(f"the run ended with {process.returncode} first: {process.communicate()[0]}")
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.0005)
+        time.sleep(0.003)
 
 
 def descendants(pid: int) -> list[int]:

@@ -98,7 +98,6 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.functions):
         yield f"reward.weights has {len(weights)} values for {len(config.reward.functions)} functions"
-    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    if config.trainer.updates_per_batch > samples:
-        updates = config.trainer.updates_per_batch
-        yield f"trainer.updates_per_batch = {updates} is more than the {samples} samples of a step"
+    updates, prompts = config.trainer.updates_per_batch, config.rollout.prompts_per_step
+    if updates > prompts:
+        yield f"trainer.updates_per_batch = {updates} is more than the {prompts} prompts of a step (a group is not split)"

@@ -65,4 +65,7 @@ def _convert(source: Path, target: Path) -> None:
     model: Any = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(loaded.state_dict())
     model.to(torch.bfloat16).save_pretrained(target)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # A relic of word-piece tokenizers that would strip spaces before punctuation, were it not ignored with a warning.
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.save_pretrained(target)

@@ -116,16 +116,21 @@ class LiveBatch:
             seen[group] += 1
         gather_GM = np.zeros((len(self.groups), seen.max()), dtype=np.int64)
         gather_GM[groups, member] = np.arange(len(groups))
+        width = prompts.max()
+        exists_NL = np.concatenate(
+            (np.arange(width) < prompts[groups][:, None], np.arange(own.max() + 1) <= own[:, None]), axis=1
+        )
         step = DecodeStep(
             prompts=self._prompts,
             responses=self._responses,
             rows=self.rows,
             capacity=self._response_capacity,
-            prompt_mask_GP=self.tensor(np.arange(prompts.max()) < prompts[:, None], torch.bool),
+            prompt_tokens=int(width),
             own_length_N=self.tensor(own),
-            own_mask_NT=self.tensor(np.arange(own.max() + 1) <= own[:, None], torch.bool),
+            bias_NL=self.tensor(np.where(exists_NL, 0.0, -np.inf), torch.float32),
+            group_N=self.tensor(groups),
+            member_N=self.tensor(member),
             gather_GM=self.tensor(gather_GM),
-            scatter_N=self.tensor(groups * seen.max() + member),
         )
         ids = self.tensor([sample.ids[-1] for sample in self.samples])
         return ids[None], self.tensor(prompts[groups] + own)[None], step

@@ -1,7 +1,7 @@
 """Keys and values of what is being generated: one row per group for prompts, one row per sample for responses.
 
-A group's prompt is computed once and read by all its samples. Attention over (prompt, own tokens) is done in two parts
-that are joined by their log-sum-exps, so that nothing is copied per sample.
+A group's prompt is computed once and read by all its samples: the scores of (prompt, own tokens) come from two products
+and meet in one softmax, so that no key or value is copied per sample.
 Letters: G groups, N samples, H query heads, K kv heads, R = H / K, P prompt tokens, T response tokens, D head size.
 """
 
@@ -71,17 +71,22 @@ class PrefillStep:
 
 @dataclass
 class DecodeStep:
-    """Attention of one new token of every live sample."""
+    """Attention of one new token of every live sample.
+
+    Sample n is member `member_N[n]` of group `group_N[n]`; `gather_GM` is the inverse (any sample where there is none).
+    `bias_NL` is 0 for the P prompt and T own tokens that exist, and minus infinity elsewhere; L = P + T.
+    """
 
     prompts: dict[int, Slab]
     responses: dict[int, Slab]
     rows: int
     capacity: int
-    prompt_mask_GP: Tensor
+    prompt_tokens: int
     own_length_N: Tensor
-    own_mask_NT: Tensor
+    bias_NL: Tensor
+    group_N: Tensor
+    member_N: Tensor
     gather_GM: Tensor
-    scatter_N: Tensor
     arange_N: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,24 +94,33 @@ class DecodeStep:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """[1, heads, N, D] of N samples' newest token -> [1, N, H, D]."""
+        own_keys, own_values = self._store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        prompt = self.prompts[layer]
+        shared = (slice(len(self.gather_GM)), slice(None), slice(self.prompt_tokens))
         query_NKRD = query[0].transpose(0, 1).unflatten(1, (key.shape[1], -1))
-        own = self._store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        own_out, own_lse = _attend(query_NKRD, *own, self.own_mask_NT, scaling)
+        scores_NKRL = torch.cat(
+            (
+                self._by_sample(self._by_group(query_NKRD) @ prompt.keys[shared].transpose(-1, -2)),
+                query_NKRD @ own_keys.transpose(-1, -2),
+            ),
+            dim=-1,
+        )
+        scores_NKRL = scores_NKRL.float().mul_(scaling).add_(self.bias_NL[:, None, None])
+        weights_NKRL = scores_NKRL.softmax(-1).to(query.dtype)
+        prompt_NKRP, own_NKRT = weights_NKRL.split((self.prompt_tokens, own_keys.shape[2]), dim=-1)
+        out_NKRD = self._by_sample(self._by_group(prompt_NKRP) @ prompt.values[shared]) + own_NKRT @ own_values
+        return out_NKRD.flatten(1, 2)[None]
 
-        groups, members = self.gather_GM.shape
-        slab, length = self.prompts[layer], self.prompt_mask_GP.shape[1]
-        # [G, M, K, R, D] -> [G, K, M * R, D]: the samples of a group are more queries of the same keys.
-        query_GKXD = query_NKRD[self.gather_GM].transpose(1, 2).flatten(2, 3)
-        shared = slab.keys[:groups, :, :length], slab.values[:groups, :, :length]
-        out_GKXD, lse_GKX = _attend(query_GKXD, *shared, self.prompt_mask_GP, scaling)
-        prompt_out = out_GKXD.unflatten(2, (members, -1)).transpose(1, 2).flatten(0, 1)[self.scatter_N]
-        prompt_lse = lse_GKX.unflatten(2, (members, -1)).transpose(1, 2).flatten(0, 1)[self.scatter_N]
+    def _by_group(self, x_NKRZ: Tensor) -> Tensor:
+        """[N, K, R, Z] -> [G, K, M * R, Z]: the samples of a group are more queries of the same keys."""
+        return x_NKRZ[self.gather_GM].transpose(1, 2).flatten(2, 3)
 
-        share = torch.sigmoid(prompt_lse - own_lse)[..., None]
-        return (own_out + (prompt_out - own_out) * share).flatten(1, 2).to(query.dtype)[None]
+    def _by_sample(self, x_GKXZ: Tensor) -> Tensor:
+        """Inverse of `_by_group`."""
+        return x_GKXZ.unflatten(2, (self.gather_GM.shape[1], -1))[self.group_N, :, self.member_N]
 
     def _store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> tuple[Tensor, Tensor]:
-        count, length = self.own_mask_NT.shape
+        count, length = len(self.bias_NL), self.bias_NL.shape[1] - self.prompt_tokens
         slab = self.responses.get(layer)
         if slab is None:
             first = min(self.capacity, _FIRST_RESPONSE_CAPACITY)
@@ -116,14 +130,3 @@ class DecodeStep:
         slab.keys[self.arange_N, :, self.own_length_N] = key_NKD
         slab.values[self.arange_N, :, self.own_length_N] = value_NKD
         return slab.keys[:count, :, :length], slab.values[:count, :, :length]
-
-
-def _attend(
-    query_BKXD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, mask_BT: Tensor, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Attention output [B, K, X, D] and log-sum-exp [B, K, X] of the scores, both float32, over unmasked keys."""
-    scores = (query_BKXD @ key_BKTD.transpose(-1, -2)).float().mul_(scaling)
-    scores.masked_fill_(~mask_BT[:, None, None], -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = scores.sub_(lse[..., None]).exp_()
-    return (weights.to(value_BKTD.dtype) @ value_BKTD).float(), lse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,9 +70,14 @@ def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> i
 
 @contextmanager
 def _causes() -> Iterator[None]:
-    """Raise what went wrong on a rank itself: torch wraps it in an exception that no `except Exception` catches."""
+    """Raise what went wrong on a rank itself: torch wraps it in an exception that no `except Exception` catches.
+
+    That a single process needs no process group is what we mean, and no cause for torch's warning.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
 
