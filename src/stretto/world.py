@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.lifeline import die_with
+
 _DEADLINE = timedelta(minutes=10)
 
 
@@ -74,6 +76,7 @@ def join_world() -> World:
         torch.cuda.set_device(device)
     world = World(rank, size, device)
     if size > 1:
+        die_with(os.getppid())  # torchrun, whose death by SIGKILL would leave its ranks running
         ensure_group(world)
     return world
 

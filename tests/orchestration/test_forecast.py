@@ -196,7 +196,12 @@ def test_the_forecast_is_near_the_measured_peak(tmp_path: Path) -> None:
     """A wide vocabulary on a small model: 1,024 loss tokens in 16 chunks, all whose logits would take 0.4 GB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = LlamaConfig(vocab_size=49152, num_key_value_heads=1, tie_word_embeddings=True, **shape)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     run_file = write_run(

@@ -100,4 +100,4 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield f"reward.weights has {len(weights)} values for {len(config.reward.functions)} functions"
     updates, prompts = config.trainer.updates_per_batch, config.rollout.prompts_per_step
     if updates > prompts:
-        yield f"trainer.updates_per_batch = {updates} is more than the {prompts} prompts of a step (a group is not split)"
+        yield f"trainer.updates_per_batch = {updates} is more than the {prompts} prompts of a step"

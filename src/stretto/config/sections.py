@@ -127,7 +127,7 @@ class TrainerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises from 0 to its peak."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the last step as a share of the peak (linear and cosine)."""
+    """What the learning rate falls to by the end of the run, as a share of the peak (linear and cosine)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
     betas: Annotated[tuple[_Decay, _Decay], BeforeValidator(_as_tuple)] = (0.9, 0.95)

@@ -15,7 +15,7 @@ from stretto.orchestration.live import Live, Model, engine_dtype
 from stretto.orchestration.queue import TokenCounts
 from stretto.orchestration.record import record
 from stretto.orchestration.rollouts import Watch
-from stretto.orchestration.rundir import claim, create
+from stretto.orchestration.rundir import claim, create, replayed
 from stretto.orchestration.sources import ReplaySource
 from stretto.telemetry.metrics import PhaseTimer
 from stretto.telemetry.progress import Progress, open_progress
@@ -24,9 +24,6 @@ from stretto.telemetry.runlog import RunLog, rewind
 from stretto.trainers.fsdp import FSDPTrainer
 from stretto.types import Version
 from stretto.world import World, join_world, leave_world
-
-_REPLAY = "replay.txt"
-"""File of a run directory that names the recorded rollouts which the run replays."""
 
 
 def train(config: RunConfig, resume: Path | None = None, replay: Path | None = None) -> RunResult:
@@ -37,7 +34,7 @@ def train(config: RunConfig, resume: Path | None = None, replay: Path | None = N
     if resume is not None:
         return _go_on(config, resume)
     with _world() as world:
-        return _run(config, world, replay, lambda: create(config, world), Progressed())
+        return _run(config, world, replay, lambda: create(config, world, replay), Progressed())
 
 
 def resume(run_dir: Path) -> RunResult:
@@ -52,9 +49,7 @@ def _go_on(config: RunConfig, run_dir: Path) -> RunResult:
         store = CheckpointStore(run_dir, config.checkpoint.keep, world)
         step = store.latest()
         progressed = Progressed() if step is None else _restore(store, step, world)
-        marker = run_dir / _REPLAY
-        replay = Path(marker.read_text()) if marker.is_file() else None
-        return _run(config, world, replay, lambda: run_dir, progressed)
+        return _run(config, world, replayed(run_dir), lambda: run_dir, progressed)
 
 
 def _restore(store: CheckpointStore, step: int, world: World) -> Progressed:
@@ -95,7 +90,7 @@ def _run(
         checkpoints = CheckpointStore(run_dir, config.checkpoint.keep, world)
         if progressed.step:
             trainer.load(checkpoints.path(progressed.step) / "state")
-        log = stack.enter_context(_open_log(run_dir, config, progressed, replay)) if world.first else None
+        log = stack.enter_context(_open_log(run_dir, config, progressed)) if world.first else None
         progress = stack.enter_context(open_progress(config.steps, enabled=world.first))
         parts = Parts(
             config=config,
@@ -121,11 +116,9 @@ def _source(recorded: ReplaySource | None, live: Live | None) -> Any:
     return recorded if live is None else live.source()
 
 
-def _open_log(run_dir: Path, config: RunConfig, progressed: Progressed, replay: Path | None) -> RunLog:
+def _open_log(run_dir: Path, config: RunConfig, progressed: Progressed) -> RunLog:
     """The run's files, without the lines that the checkpoint does not know of."""
     rewind(run_dir, progressed.step if progressed.step else -1)
-    if replay is not None:
-        (run_dir / _REPLAY).write_text(str(replay.resolve()))
     return RunLog(run_dir, config.telemetry)
 
 

@@ -12,9 +12,14 @@ from stretto.config import RunConfig, dump_toml
 from stretto.orchestration.checkpoint import write_aside
 from stretto.world import World
 
+_REPLAY = "replay.txt"
 
-def create(config: RunConfig, world: World) -> Path:
-    """Make the run's directory and put the resolved configuration into it. Raises ValueError when it holds a run."""
+
+def create(config: RunConfig, world: World, replay: Path | None) -> Path:
+    """Make the run's directory with the resolved configuration and the name of the rollouts that it replays, if any.
+
+    Raises ValueError when it holds a run already or cannot be made.
+    """
     run_dir = Path(config.directory)
     problem = None
     if world.first:
@@ -26,13 +31,21 @@ def create(config: RunConfig, world: World) -> Path:
         else:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
-                write_aside(run_dir / "config.toml", dump_toml(config))
+                if replay is not None:
+                    write_aside(run_dir / _REPLAY, str(replay.resolve()))
+                write_aside(run_dir / "config.toml", dump_toml(config))  # last: it is what makes this a run
             except OSError as error:
                 problem = f"cannot make the run directory {run_dir}: {error.strerror}; set run_dir to a writable place"
     problem = world.from_first(problem)
     if problem:
         raise ValueError(problem)
     return run_dir
+
+
+def replayed(run_dir: Path) -> Path | None:
+    """The recorded rollouts that the run replays, or None when it generates its own."""
+    marker = run_dir / _REPLAY
+    return Path(marker.read_text()) if marker.is_file() else None
 
 
 @contextmanager

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import signal
-import sys
-import threading
-import time
 from collections.abc import Collection, Sequence
 
+from stretto.lifeline import die_with
 from stretto.rewards.adapters import Adapter, adapt
 from stretto.rewards.outcomes import Outcome
 from stretto.rewards.resolve import resolve
 from stretto.types import Failure
-
-_PR_SET_PDEATHSIG = 1
-_PARENT_POLL_S = 0.5
 
 _loaded: dict[str, Adapter | ValueError] = {}
 
@@ -28,7 +22,7 @@ def prepare(parent: int, rewards: Sequence[tuple[str, str]]) -> None:
     Loading happens here and not in the first call, whose deadline is meant for scoring. What a reward fails with is
     kept for whoever asks for it.
     """
-    _die_with(parent)
+    die_with(parent)
     _leave_interrupts_to_the_parent()
     os.environ["OMP_NUM_THREADS"] = "1"
     for spec, name in rewards:
@@ -62,18 +56,3 @@ def _leave_interrupts_to_the_parent() -> None:
     # The process was started with SIGINT blocked (see processes.py); programs that a reward runs must not inherit it.
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _die_with(parent: int) -> None:
-    # The kernel's signal also ends a worker stuck in C code that holds the GIL; the thread serves other systems.
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    threading.Thread(target=_watch, args=(parent,), name="parent-watcher", daemon=True).start()
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_S)
-    os._exit(1)

@@ -1,4 +1,7 @@
-"""The vocabulary of metrics, and the helpers that produce them."""
+"""The vocabulary of metrics, and the helpers that produce them.
+
+`python -m stretto.telemetry.metrics > docs/metrics.md` writes the page that lists them.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,12 @@ class Metric(NamedTuple):
 
 
 PART_PREFIX = "reward/part/"
+_INTRODUCTION = """Written by `python -m stretto.telemetry.metrics`: edit the table in that module, not this page.
+
+Every step adds a line to `metrics.jsonl` in the run directory: `step`, and those of these names that were measured in
+it. Step 0 is the evaluation before training. What was not measured is left out, never written as 0. Beside these there
+is `reward/part/<reward>`, the mean of each reward function before its weight, and `reward/failed/<kind>`, the share of
+samples that failed in that way."""
 
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("Reward", "Mean reward of the samples of the step."),
@@ -54,6 +63,9 @@ METRICS: dict[str, Metric] = {
     "mismatch/weight_mean": Metric("Mismatch weight", "Mean importance weight exp(old - behaviour) after its cap."),
     "mismatch/capped_fraction": Metric("Capped weights", "Share of loss tokens whose mismatch weight hit the cap."),
     "eval/score": Metric("Held-out score", "Mean reward on the held-out prompts."),
+    "eval/failed_share": Metric(
+        "Held-out failed", "Share of held-out samples that could not be scored and do not count."
+    ),
     "eval/truncated_share": Metric("Held-out truncated", "Share of held-out responses cut off at the token limit."),
     "eval/response_length_mean": Metric("Held-out length", "Mean held-out response length, in tokens."),
     "sync/seconds": Metric("Weight sync", "Seconds from prepare to commit of the step's publication."),
@@ -81,6 +93,19 @@ def describe(name: str) -> Metric:
         part = name.removeprefix(PART_PREFIX)
         return Metric(f"Reward part: {part}", f"Mean of the reward {part}, before its weight.")
     return METRICS.get(name, Metric(name, ""))
+
+
+def metrics_markdown() -> str:
+    """The table as a Markdown page, one section for each group of names."""
+    lines = ["# Metrics", "", _INTRODUCTION]
+    group = ""
+    for name, metric in METRICS.items():
+        if not name.startswith(f"{group}/"):
+            group = name.partition("/")[0]
+            lines += ["", f"## {group}", "", "| name | title | |", "|---|---|---|"]
+        sentence = metric.sentence.replace("|", "\\|")
+        lines.append(f"| `{name}` | {metric.title} | {sentence} |")
+    return "\n".join(lines)
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
@@ -117,3 +142,7 @@ class PhaseTimer:
         result["time/step"] = now - self._reset_at
         self._seconds, self._reset_at = {}, now
         return result
+
+
+if __name__ == "__main__":
+    print(metrics_markdown())

@@ -38,22 +38,24 @@ def checkpoint_tensors(policy: Policy) -> Mapping[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
 
 
-def save(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Write weights, optimizer and step count with torch.distributed.checkpoint."""
+def save(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, counters: dict[str, int]) -> None:
+    """Write weights, optimizer and counters with torch.distributed.checkpoint."""
     fresh = not optimizer.state
     model, optim = get_state_dict(policy, optimizer, options=_OPTIONS)
     if fresh:  # torch has made the missing state by an empty step, and counted it
         for slots in optimizer.state.values():
             slots["step"].zero_()
-    written = {"model": model, "optimizer": optim, "updates": updates}
+    written = {"model": model, "optimizer": optim, "counters": counters}
     with _causes():
         state_dict_saver.save(written, checkpoint_id=directory, no_dist=not dist.is_initialized())
 
 
-def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
-    """Read what `save` wrote into the policy and the optimizer, resharding it; returns the step count."""
+def load(
+    directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, counters: dict[str, int]
+) -> dict[str, int]:
+    """Read what `save` wrote into the policy and the optimizer, resharding it; returns the counters (named as given)."""
     model, optim = get_state_dict(policy, optimizer, options=_OPTIONS)
-    read: dict[str, Any] = {"model": model, "optimizer": optim, "updates": 0}
+    read: dict[str, Any] = {"model": model, "optimizer": optim, "counters": dict(counters)}
     try:
         with _causes():
             state_dict_loader.load(read, checkpoint_id=directory, no_dist=not dist.is_initialized())
@@ -65,7 +67,7 @@ def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> i
     set_state_dict(
         policy, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=_OPTIONS
     )
-    return int(read["updates"])
+    return read["counters"]
 
 
 @contextmanager

@@ -90,6 +90,9 @@ class FSDPTrainer:
         }
         return StepReport(metrics | self._over_ranks(stats), updates=int(finite), bad_updates=int(not finite))
 
+    def _counters(self) -> dict[str, int]:
+        return {"updates": self._updates, "bad_in_a_row": self._bad_in_a_row}
+
     def _count_bad(self, loss: float, norm: float) -> None:
         self._bad_in_a_row += 1
         if self._bad_in_a_row >= self._settings.max_bad_steps:
@@ -164,11 +167,12 @@ class FSDPTrainer:
 
     def save(self, directory: Path) -> None:
         """See the contract."""
-        state.save(directory, self._policy, self._optimizer, self._updates)
+        state.save(directory, self._policy, self._optimizer, self._counters())
 
     def load(self, directory: Path) -> None:
         """See the contract."""
-        self._updates = state.load(directory, self._policy, self._optimizer)
+        read = state.load(directory, self._policy, self._optimizer, self._counters())
+        self._updates, self._bad_in_a_row = read["updates"], read["bad_in_a_row"]
 
     def export(self, directory: Path) -> None:
         """See the contract."""
@@ -178,7 +182,7 @@ class FSDPTrainer:
 def _combine(reports: Sequence[StepReport]) -> StepReport:
     """Means over the updates of a batch, maxima where the name says so, and the last learning rate."""
     metrics: dict[str, Any] = {}
-    for name in {name for report in reports for name in report.metrics}:
+    for name in dict.fromkeys(name for report in reports for name in report.metrics):
         values = [report.metrics[name] for report in reports if name in report.metrics]
         if name == "train/lr":
             metrics[name] = values[-1]
