@@ -2,7 +2,7 @@
 
     python benchmarks/late_sag.py [--seeds 0 1] [--steps 80] [--variants ...]
 
-Each variant is examples/addition/run.toml with a few keys changed, evaluated every 10 steps on the 200 held-out prompts.
+Each variant is examples/addition/run.toml with a few keys changed, evaluated every 10 steps on 200 held-out prompts.
 Reported: the best and the last held-out score, and the drop between them. Runs in float32 on whatever device there is.
 """
 

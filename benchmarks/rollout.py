@@ -2,7 +2,7 @@
 
     python benchmarks/rollout.py [--groups 8] [--samples 8] [--prompt 128] [--new 256] [--repeats 3]
 
-On CUDA the model has the shapes of Qwen3-0.6B with random weights (bf16); on CPU it is smollm2 (fp32). End-of-sequence is
+On CUDA the model has the shapes of Qwen3-0.6B, random weights, bf16; on CPU it is smollm2, fp32. End-of-sequence is
 ignored, so both generate exactly `--new` tokens a sample.
 """
 

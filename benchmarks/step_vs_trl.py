@@ -117,9 +117,9 @@ def run_trl(work: Workload, model: Path, scratch: Path, steps: int) -> dict[str,
 
     lengths: list[int] = []
 
-    def reward(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    def reward(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
         lengths.extend(map(len, completion_ids))
-        return odd_digits(completions)
+        return list(odd_digits(completions))
 
     settings = GRPOConfig(
         output_dir=str(scratch / "trl"),

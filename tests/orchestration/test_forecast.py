@@ -146,7 +146,7 @@ def test_activations_are_what_the_real_policy_keeps(tiny_model: Path, tmp_path: 
         hidden = policy.model.base_model(
             input_ids=micro.input_ids_BL,
             position_ids=micro.position_ids_BL,
-            attention_mask=None if micro.attention_BLL is None else micro.attention_BLL[:, None],
+            attention_mask=policy.attention_mask(micro),
             use_cache=False,
         )
     real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

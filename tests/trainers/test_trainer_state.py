@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from trainer_ranks import Ranks
@@ -101,22 +102,23 @@ def save_and_go_on(world: World, directory: Path, state: Path) -> Run:
     return at_save, [trainer.step(mine(world)).metrics["train/loss"] for _ in range(3)], values(trainer)
 
 
-def test_an_export_is_the_policy_in_the_dtype_of_its_source(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_export_is_the_policy_in_the_dtype_asked_for(tiny_model: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(source)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(source)
     trainer = trained(source, 2)
     out.mkdir()
-    trainer.export(out)
+    trainer.export(out, dtype)
     exported = AutoModelForCausalLM.from_pretrained(out)
-    assert exported.dtype == torch.bfloat16
-    rounded = AutoModelForCausalLM.from_pretrained(source)
-    rounded.load_state_dict({name: tensor.bfloat16() for name, tensor in values(trainer).items()}, strict=False)
+    assert exported.dtype == dtype
+    rounded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    rounded.load_state_dict({name: tensor.to(dtype) for name, tensor in values(trainer).items()}, strict=False)
     ids = torch.tensor([BATCH.rollouts[3].prompt_ids])
     with torch.no_grad():
         logits = exported(ids).logits
         assert torch.equal(logits, rounded(ids).logits)
-        assert not torch.equal(logits, AutoModelForCausalLM.from_pretrained(source)(ids).logits)
+        assert not torch.equal(logits, AutoModelForCausalLM.from_pretrained(source, dtype=dtype)(ids).logits)
     text = "12 + 3 = 15"
     assert AutoTokenizer.from_pretrained(out)(text).input_ids == AutoTokenizer.from_pretrained(source)(text).input_ids
 
@@ -130,7 +132,7 @@ def test_two_ranks_export_the_whole_model(tiny_model: Path, pair: Ranks, tmp_pat
 
 def export_on_two_ranks(world: World, directory: Path, out: Path) -> dict[str, Tensor]:
     trainer = trained(directory, 1, world)
-    trainer.export(out)
+    trainer.export(out, torch.float32)
     return values(trainer)
 
 

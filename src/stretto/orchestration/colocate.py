@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from stretto.config.run import RunConfig
@@ -68,6 +69,7 @@ class Parts:
     log: RunLog | None
     watch: Watch
     run_dir: Path
+    export_dtype: torch.dtype
 
 
 class ColocatedRun:
@@ -222,11 +224,15 @@ class ColocatedRun:
 
     def _keep_best(self, step: int, score: float) -> None:
         try:
-            write_directory(self._parts.run_dir / "best", self._parts.trainer.export, self._world)
+            write_directory(self._parts.run_dir / "best", self._export, self._world)
             if self._world.first:
                 write_aside(self._parts.run_dir / "best.json", f'{{"step": {step}, "score": {score}}}\n')
         except (OSError, SafetensorError) as error:
             raise RunError(f"the best model so far could not be written: {error}; make room and resume") from error
+
+    def _export(self, directory: Path) -> None:
+        """A Hugging Face model of exactly the weights that the engine serves and that were evaluated."""
+        self._parts.trainer.export(directory, self._parts.export_dtype)
 
     def _checkpoint_due(self, step: int) -> bool:
         every = self._config.checkpoint.every
@@ -234,7 +240,7 @@ class ColocatedRun:
 
     def _save(self, step: int) -> None:
         def write(directory: Path) -> None:
-            for name, save in (("state", self._parts.trainer.save), ("hf", self._parts.trainer.export)):
+            for name, save in (("state", self._parts.trainer.save), ("hf", self._export)):
                 if self._world.first:
                     (directory / name).mkdir()
                 self._world.barrier()

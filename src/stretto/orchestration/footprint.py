@@ -144,15 +144,15 @@ def _sampling_values(largest: Slabs, vocabulary: int) -> int:
 def _activations(config: RunConfig, hidden: int, micro: Cut, probe: Probe) -> int:
     """Values kept for the backward pass of one micro-batch.
 
-    The packed mask is kept as numbers by every layer, since SDPA converts it. With recomputation a layer keeps its
+    The packed mask is there once, for all layers. With recomputation a layer keeps its
     input, and one layer at a time has the rest: Chen et al. 2016, Sublinear Memory Cost (arXiv:1604.06174), section 4.
     """
     tokens = micro.rows * micro.length
     mask = tokens * micro.length if config.trainer.batching == "packed" else 0
-    everything = tokens * probe.saved_values + probe.layers * mask
-    if not config.trainer.activation_checkpointing:
-        return everything
-    return tokens * hidden * probe.layers + everything // probe.layers
+    kept = tokens * probe.saved_values
+    if config.trainer.activation_checkpointing:
+        kept = tokens * hidden * probe.layers + kept // probe.layers
+    return kept + mask
 
 
 def _logit_values(config: RunConfig, micro: Cut, vocabulary: int) -> int:

@@ -104,6 +104,7 @@ def _run(
             log=log,
             watch=Watch(PhaseTimer(), progress),
             run_dir=run_dir,
+            export_dtype=engine_dtype(config, world),
         )
         _tell_dropped(live, progress)
         result = ColocatedRun(parts, progressed).run()

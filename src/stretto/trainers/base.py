@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from stretto.sync.layout import Layout
@@ -60,6 +61,6 @@ class Trainer(Protocol):
         """Continue from what `save` wrote, also with another number of ranks."""
         ...
 
-    def export(self, directory: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint, into an existing empty directory."""
+    def export(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write the weights, rounded to `dtype`, as a Hugging Face checkpoint, into an existing empty directory."""
         ...

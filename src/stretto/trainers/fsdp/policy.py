@@ -35,10 +35,12 @@ class Policy(nn.Module):
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] of the micro-batch's targets at their temperature, and entropies [N] of those distributions."""
-        mask = None if micro.attention_BLL is None else micro.attention_BLL[:, None]
         base: Any = self.model.base_model
         hidden_BLD = base(
-            input_ids=micro.input_ids_BL, position_ids=micro.position_ids_BL, attention_mask=mask, use_cache=False
+            input_ids=micro.input_ids_BL,
+            position_ids=micro.position_ids_BL,
+            attention_mask=self.attention_mask(micro),
+            use_cache=False,
         ).last_hidden_state
         hidden_ND = hidden_BLD.flatten(0, 1)[micro.predict_N]
         size = self.logit_chunk_tokens
@@ -53,6 +55,14 @@ class Policy(nn.Module):
         ]
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
+
+    def attention_mask(self, micro: MicroBatch) -> Tensor | None:
+        """[B, 1, L, L] as numbers to add to the scores: given yes and no, every layer would make and keep its own."""
+        if micro.attention_BLL is None:
+            return None
+        embedding: Any = self.model.get_input_embeddings()
+        mask = torch.zeros(micro.attention_BLL.shape, dtype=embedding.weight.dtype, device=micro.attention_BLL.device)
+        return mask.masked_fill_(~micro.attention_BLL, -torch.inf)[:, None]
 
     def _head(
         self, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor, recompute: bool

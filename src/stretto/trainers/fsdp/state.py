@@ -50,10 +50,8 @@ def save(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, coun
         state_dict_saver.save(written, checkpoint_id=directory, no_dist=not dist.is_initialized())
 
 
-def load(
-    directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, counters: dict[str, int]
-) -> dict[str, int]:
-    """Read what `save` wrote into the policy and the optimizer, resharding it; returns the counters (named as given)."""
+def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, counters: dict[str, int]) -> dict[str, int]:
+    """Read what `save` wrote into the policy and the optimizer, resharding it; returns the counters."""
     model, optim = get_state_dict(policy, optimizer, options=_OPTIONS)
     read: dict[str, Any] = {"model": model, "optimizer": optim, "counters": dict(counters)}
     try:
@@ -84,10 +82,8 @@ def _causes() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from error
 
 
-def export(directory: Path, policy: Policy, source: Path, world: World) -> None:
-    """Write a Hugging Face checkpoint in the dtype of `source`, where training started, with its tokenizer."""
-    settings = json.loads((source / "config.json").read_text())
-    dtype = getattr(torch, settings.get("dtype") or settings.get("torch_dtype") or "float32")
+def export(directory: Path, policy: Policy, dtype: torch.dtype, source: Path, world: World) -> None:
+    """Write a Hugging Face checkpoint in `dtype`, with the settings and the tokenizer of `source`, where it started."""
     # One tensor at a time is whole on a device; the first rank collects them in host memory.
     tensors = {}
     for name, tensor in checkpoint_tensors(policy).items():
@@ -97,15 +93,18 @@ def export(directory: Path, policy: Policy, source: Path, world: World) -> None:
     if world.first:
         model: Any = policy.model
         model.save_pretrained(directory, state_dict=tensors)
-        _restore_settings(directory, settings)
+        _restore_settings(directory, source, dtype)
         for pattern in (*_TOKENIZER_FILES, "generation_config.json"):
             for file in source.glob(pattern):
                 shutil.copy2(file, directory / file.name)
     world.barrier()
 
 
-def _restore_settings(directory: Path, settings: dict[str, Any]) -> None:
-    """The exported config.json is the source's own: training changes weights, not the architecture."""
+def _restore_settings(directory: Path, source: Path, dtype: torch.dtype) -> None:
+    """The exported config.json is the source's own but for the dtype: training does not change the architecture."""
+    settings = json.loads((source / "config.json").read_text())
+    settings.pop("torch_dtype", None)
+    settings["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 

@@ -174,9 +174,9 @@ class FSDPTrainer:
         read = state.load(directory, self._policy, self._optimizer, self._counters())
         self._updates, self._bad_in_a_row = read["updates"], read["bad_in_a_row"]
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, dtype: torch.dtype) -> None:
         """See the contract."""
-        state.export(directory, self._policy, self._directory, self._world)
+        state.export(directory, self._policy, dtype, self._directory, self._world)
 
 
 def _combine(reports: Sequence[StepReport]) -> StepReport:
