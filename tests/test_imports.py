@@ -12,7 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "stretto"
 
-BOTTOM = {"types", "config", "errors", "lifeline"}
+BOTTOM = {"types", "config", "errors", "files", "lifeline", "memory"}
 MIDDLE = {"algorithms", "models", "sync", "data", "rewards"}
 SIDES = BOTTOM | MIDDLE | {"telemetry", "world"}
 EVERYTHING_BUT_THE_COMMAND = SIDES | {"trainers", "engines", "orchestration", ""}

@@ -15,18 +15,27 @@ from stretto.exits import exit_code, speaks
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-_TRAIN_OPTIONS = ("--dry-run", "--resume", "--replay", "--help")
+# The options of the verbs that take overrides of keys beside them.
+_OPTIONS = {
+    "train": ("--dry-run", "--resume", "--replay", "--help"),
+    "rollout": (
+        *("--model", "--prompts", "--out", "--reward", "--samples", "--max-new-tokens"),
+        *("--temperature", "--limit", "--seed", "--chat", "--help"),
+    ),
+}
 # What `stretto rollout` calls the keys of its configuration.
 _ROLLOUT_FLAGS = {
     "model.path": "--model",
     "data.source": "--prompts",
     "data.limit": "--limit",
+    "data.chat": "--chat",
     "reward.functions": "--reward",
     "rollout.samples_per_prompt": "--samples",
     "rollout.max_new_tokens": "--max-new-tokens",
     "rollout.temperature": "--temperature",
     "seed": "--seed",
 }
+_ROLLOUT_SECTIONS = ("model", "data", "reward", "rollout", "engine")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,23 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    own, overrides = split_train(words) if words[:1] == ["train"] else (words, [])
+    own, overrides = split_words(words) if words and words[0] in _OPTIONS else (words, [])
     args = _parser().parse_args(own, argparse.Namespace(overrides=overrides))
     return args.verb(args) or 0
 
 
-def split_train(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words of `stretto train` into its own and those of the overrides (`--a.b v`, `--a.b=v`)."""
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words of `train` or `rollout` into its own and those of the overrides (`--a.b v`, `--a.b=v`)."""
+    options = _OPTIONS[words[0]]
     own: list[str] = []
     overrides: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, _ = word.partition("=")
-        if not word.startswith("--") or name in _TRAIN_OPTIONS:
+        if not word.startswith("--") or name in options:
             own.append(word)
             continue
-        if close := get_close_matches(name, _TRAIN_OPTIONS, 1, 0.8):
+        if close := get_close_matches(name, options, 1, 0.8):
             raise ValueError(f"unknown option {name}; did you mean {close[0]}?")
         overrides.append(word)
         if not equals and rest and not rest[0].startswith("--"):
@@ -106,7 +116,14 @@ def _add_train(verbs: Any) -> None:
 
 
 def _add_rollout(verbs: Any) -> None:
-    rollout = verbs.add_parser("rollout", help="generate and score without training", allow_abbrev=False)
+    rollout = verbs.add_parser(
+        "rollout",
+        help="generate and score without training",
+        usage="stretto rollout --model M --prompts FILE [--reward SPEC]... [OPTION]... [--SECTION.KEY VALUE]...",
+        epilog="Every key of model, data, reward, rollout and engine can be set too, for example --data.prompt_key q "
+        "(stretto train --help lists them).",
+        allow_abbrev=False,
+    )
     rollout.add_argument("--model", metavar="M", required=True, help="Hugging Face directory, hub name, or smollm2")
     rollout.add_argument("--prompts", metavar="FILE", required=True, help="prompts, as data.source takes them")
     rollout.add_argument("--out", metavar="FILE", type=Path, help="JSON lines to write; standard output when left out")
@@ -153,32 +170,58 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def rollout_config(args: argparse.Namespace) -> RunConfig:
-    """The configuration that the flags of `stretto rollout` describe. Raises ConfigError in the words of the flags."""
+    """The configuration of the flags and overrides of `stretto rollout`.
+
+    Raises ValueError in the words of the flags, or of the overrides.
+    """
     from stretto.config import ConfigError, config_from_dict
 
-    rewards = args.reward or (["reasoning_gym"] if args.prompts.startswith("reasoning_gym:") else None)
-    if rewards is None:
-        raise ConfigError("say how answers are scored: --reward SPEC (see stretto rollout --help)")
     sampling = {
         "samples_per_prompt": args.samples,
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
     }
-    raw = {
-        "name": "rollout",
-        "seed": args.seed,
-        "model": {"path": args.model},
-        "data": {"source": args.prompts, "limit": args.limit, "chat": args.chat, "shuffle": False},
-        "reward": {"functions": rewards},
-        "rollout": sampling,
-    }
+    raw = _given(
+        {
+            "name": "rollout",
+            "seed": args.seed,
+            "model": {"path": args.model},
+            "data": {"source": args.prompts, "limit": args.limit, "chat": args.chat, "shuffle": False},
+            "reward": {"functions": args.reward or None},
+            "rollout": sampling,
+        }
+    )
+    overridden = _override(raw, args.overrides)
+    if "reward.functions" not in overridden and not args.reward:
+        if not args.prompts.startswith("reasoning_gym:"):
+            raise ConfigError("say how answers are scored: --reward SPEC (see stretto rollout --help)")
+        raw["reward"]["functions"] = ["reasoning_gym"]
     try:
-        return config_from_dict(_given(raw))
+        return config_from_dict(raw)
     except ConfigError as error:
         message = str(error)
         for key, flag in _ROLLOUT_FLAGS.items():
-            message = message.replace(f"{key} ", f"{flag} ")
+            if key not in overridden:
+                message = message.replace(f"{key} ", f"{flag} ")
         raise ConfigError(message) from None
+
+
+def _override(raw: dict[str, Any], arguments: Sequence[str]) -> set[str]:
+    """Put the overrides `arguments` into `raw` and return their keys. Raises ValueError for one that does nothing."""
+    from stretto.config.keys import find_key
+    from stretto.config.overrides import assign, parse_value, split_overrides
+
+    flags = {f"{section}.{name}" for section, table in raw.items() if isinstance(table, dict) for name in table}
+    pairs = split_overrides(arguments)
+    for name, text in pairs:
+        known = find_key(name) is not None
+        if known and name.partition(".")[0] not in _ROLLOUT_SECTIONS:
+            raise ValueError(f"--{name} does nothing in stretto rollout, which reads {', '.join(_ROLLOUT_SECTIONS)}")
+        if name in flags:
+            by = _ROLLOUT_FLAGS.get(name, "stretto rollout itself")
+            raise ValueError(f"--{name} is already set by {by}; leave one of them out")
+        assign(raw, name, parse_value(name, text) if known else text)
+    return {name for name, _ in pairs}
 
 
 def _given(raw: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
+from stretto.memory import available_memory
 from stretto.models.smollm2 import INSTALL, cache_directory
 
 _GIB = 2**30
@@ -98,7 +97,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _package(requirement: Requirement) -> Check:
     part, extra = requirement.package, requirement.extra
-    fix = f"pip install '{part}>={requirement.minimum}'" if extra is None else f"pip install 'stretto[{extra}]'"
+    fix = f"pip install '{part}>={requirement.minimum}'"
     purpose = "" if extra is None else f" (for {_PURPOSE.get(extra, extra)})"
     try:
         version = metadata.version(part)
@@ -162,26 +161,13 @@ def _cores() -> Check:
 
 
 def _memory() -> Check:
-    free = _available_memory()
+    free = available_memory()
     if free is None:
         return Check("memory", True, "unknown on this system")
     fix = (
         "close other programs, or lower trainer.micro_batch_tokens (stretto train --dry-run forecasts what a run needs)"
     )
     return Check("memory", free >= _DEMO_MEMORY, f"{free / _GIB:.1f} GiB available", fix)
-
-
-def _available_memory() -> int | None:
-    """Bytes this process may still take: what the machine has left, within the limit of its control group."""
-    try:
-        table = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    available = re.search(r"MemAvailable:\s+(\d+) kB", table)
-    bounds = [int(available[1]) * 1024] if available else []
-    with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
-        bounds.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(bounds, default=None)
 
 
 def _cache() -> Check:

@@ -129,15 +129,22 @@ class Rollout:
         assert score.failure is None, "a failed score is never a value"
         return replace(self, reward=score.reward, reward_parts=dict(score.parts))
 
-    def to_json(self) -> str:
-        """One JSON line; floats survive the round trip bit by bit."""
-        return json.dumps(asdict(self))
+    def to_json(self, **beside: Any) -> str:
+        """One JSON line, with further keys `beside` the rollout's; floats survive the round trip bit by bit."""
+        return json.dumps(asdict(self) | beside)
 
     @classmethod
     def from_json(cls, line: str) -> Rollout:
         """Inverse of :meth:`to_json`. Raises ValueError naming what is wrong with the line."""
         try:
-            raw = json.loads(line)
+            return cls.from_dict(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a recorded rollout: {error}") from error
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Rollout:
+        """The rollout in a decoded line; keys of others are passed over. Raises ValueError for what is wrong."""
+        try:
             spans = tuple(VersionSpan(Version(*version), start, stop) for version, start, stop in raw["version_spans"])
             return cls(
                 prompt_ids=tuple(raw["prompt_ids"]),
@@ -153,7 +160,7 @@ class Rollout:
                 reward=raw["reward"],
                 reward_parts=raw["reward_parts"],
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"not a recorded rollout: {type(error).__name__}: {error}") from error
 
 

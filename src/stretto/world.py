@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stretto.lifeline import die_with
 
-_DEADLINE = timedelta(minutes=10)
+_MARGIN_S = 600.0
+"""Seconds beyond the longest phase that ranks may be apart: loading, saving, exporting."""
 
 
 class World(NamedTuple):
@@ -59,13 +60,23 @@ class World(NamedTuple):
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        self.sum([0.0])
+    def barrier(self, after: str = "a step of saving") -> None:
+        """Wait for every rank. Raises TimeoutError that says after what, and on gloo which rank is missing."""
+        if self.size == 1:
+            return
+        try:
+            if self.device.type == "cpu":
+                dist.monitored_barrier(wait_all_ranks=True)
+            else:
+                dist.barrier()
+        except RuntimeError as error:
+            raise TimeoutError(f"not every rank came through {after}: {error}") from error
 
 
-def join_world() -> World:
+def join_world(phase_s: float) -> World:
     """Join the group that torchrun's environment describes, or be alone.
+
+    A collective waits for `phase_s`, the seconds that a rollout phase may take, and a margin.
 
     A sharded or mixed-precision model needs a process group even for one rank; `ensure_group` makes it.
     """
@@ -77,20 +88,21 @@ def join_world() -> World:
     world = World(rank, size, device)
     if size > 1:
         die_with(os.getppid())  # torchrun, whose death by SIGKILL would leave its ranks running
-        ensure_group(world)
+        ensure_group(world, phase_s)
     return world
 
 
-def ensure_group(world: World) -> None:
+def ensure_group(world: World, phase_s: float = 0.0) -> None:
     """Make the default process group if there is none: over torchrun's address, or in this process's memory."""
     if dist.is_initialized():
         return
+    deadline = timedelta(seconds=phase_s + _MARGIN_S)
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     if world.size > 1:
-        dist.init_process_group(backend, timeout=_DEADLINE)
+        dist.init_process_group(backend, timeout=deadline)
     else:
         store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_DEADLINE)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=deadline)
 
 
 def leave_world() -> None:

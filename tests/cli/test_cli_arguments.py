@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 
 import stretto as package
-from stretto.cli import main, rollout_config, split_train
+from stretto.cli import main, rollout_config, split_words
 from stretto.config import ConfigError
 from stretto.config.keys import keys
 
@@ -19,7 +19,7 @@ RUN = '[model]\npath = "m"\n[data]\nsource = "p.jsonl"\n[reward]\nfunctions = ["
 
 def flags(**given: object) -> argparse.Namespace:
     names = ("model", "prompts", "out", "reward", "samples", "max_new_tokens", "temperature", "limit", "seed", "chat")
-    return argparse.Namespace(**dict.fromkeys(names) | {"model": "org/m", "prompts": "org/p"} | given)
+    return argparse.Namespace(**dict.fromkeys(names) | {"model": "org/m", "prompts": "org/p", "overrides": []} | given)
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,15 @@ def flags(**given: object) -> argparse.Namespace:
         (["train", "--resume", "d"], ["train", "--resume", "d"], []),
         (["train", "r.toml", "--replay=x", "--a.b", "v"], ["train", "r.toml", "--replay=x"], ["--a.b", "v"]),
         (["train", "r.toml", "--a.b", "--dry-run"], ["train", "r.toml", "--dry-run"], ["--a.b"]),
+        (["rollout", "--model", "m", "--a.b", "v"], ["rollout", "--model", "m"], ["--a.b", "v"]),
+        (["rollout", "--a.b=v", "--samples=4", "--chat"], ["rollout", "--samples=4", "--chat"], ["--a.b=v"]),
+        (["rollout", "--rollout.stop", '["\\n"]', "-h"], ["rollout", "-h"], ["--rollout.stop", '["\\n"]']),
     ],
 )
-def test_overrides_are_told_from_the_options_of_train(words: list[str], own: list[str], overrides: list[str]) -> None:
-    assert split_train(words) == (own, overrides)
+def test_overrides_are_told_from_the_options_of_the_verb(
+    words: list[str], own: list[str], overrides: list[str]
+) -> None:
+    assert split_words(words) == (own, overrides)
 
 
 def test_flags_of_rollout_become_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +61,43 @@ def test_flags_of_rollout_that_are_left_out_keep_the_defaults() -> None:
     assert config.reward.functions == ["reasoning_gym"]
     assert config.data.limit is None
     assert config.rollout == type(config.rollout)()
+
+
+def test_overrides_of_rollout_set_what_no_flag_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "--rollout.stop",
+        '["\\n"]',
+        "--data.prompt_key=q",
+        "--reward.functions",
+        '["r.py:f"]',
+        "--data.chat",
+        "true",
+    ]
+    config = rollout_config(flags(prompts="p.jsonl", overrides=words))
+    assert (config.rollout.stop, config.data.prompt_key, config.data.chat) == (["\n"], "q", True)
+    assert config.reward.functions == [f"{tmp_path}/r.py:f"]
+    generated = rollout_config(flags(prompts="reasoning_gym:chain_sum", overrides=["--data.args.size", "7"]))
+    assert (generated.data.args, generated.reward.functions) == ({"size": 7}, ["reasoning_gym"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rollout.temperature", "-1"], "rollout.temperature is -1.0; rollout.temperature must be"),
+        (["--data.promt_key", "q"], "unknown key data.promt_key; the nearest keys are data.prompt_key"),
+        (["--rollout.stop"], "--rollout.stop needs a value"),
+        (["--steps", "5"], "--steps does nothing in stretto rollout, which reads model, data, reward"),
+        (["--trainer.lr", "5"], "--trainer.lr does nothing in stretto rollout"),
+        (["--model.path", "x"], "--model.path is already set by --model; leave one"),
+        (["--rollout.samples_per_prompt", "5"], "--rollout.samples_per_prompt is already set by --samples"),
+        (["--data.shuffle", "true"], "--data.shuffle is already set by stretto rollout itself"),
+    ],
+)
+def test_bad_overrides_of_rollout_are_named_as_the_user_wrote_them(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        rollout_config(flags(samples=4, reward=["m:f"], overrides=words))
+    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +126,7 @@ def test_bad_flags_of_rollout_are_named_as_the_user_wrote_them(given: dict[str, 
         (["train", "run.toml", "--steps", "0"], "error: steps is 0; steps must be an integer >= 1"),
         (["train", "run.toml", "--lr", "1"], "error: unknown key lr; the nearest keys are trainer.lr"),
         (["rollout", "--model", "m", "--prompts", "p.jsonl"], "error: say how answers are scored"),
+        (["rollout", "--modle", "m"], "error: unknown option --modle; did you mean --model?"),
     ],
 )
 def test_bad_input_exits_with_2_and_one_sentence(

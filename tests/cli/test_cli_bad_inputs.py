@@ -60,8 +60,8 @@ value = 3
 class Bench:
     """A directory with a run that works, for a row of the table to spoil."""
 
-    def __init__(self, path: Path, model: Path):
-        self.path, self.model = path, model
+    def __init__(self, path: Path, model: Path, patch: pytest.MonkeyPatch):
+        self.path, self.model, self._patch = path, model, patch
         (path / "rewards.py").write_text(REWARDS)
         self.rows([{"prompt": f"{a}{b}", "answer": a} for a in "abcdef" for b in "xy"])
 
@@ -95,6 +95,17 @@ class Bench:
         """... whose reward is the function `name` of rewards.py."""
         return self.train(reward={"functions": [f"rewards.py:{name}"], **settings})
 
+    def without(self, package: str) -> Bench:
+        """The same where `package` is not installed."""
+        self._patch.setitem(sys.modules, package, None)
+        return self
+
+    def rollout(self, *words: str) -> list[str]:
+        """The words of a `stretto rollout` that works, and `words`."""
+        source, reward = self.path / "rows.jsonl", f"{self.path / 'rewards.py'}:good"
+        usual = ["--model", str(self.model), "--prompts", str(source), "--reward", reward, "--max-new-tokens", "2"]
+        return ["rollout", *usual, *words]
+
     def copy_of_model(self) -> Path:
         """A copy of the model to spoil."""
         return Path(shutil.copytree(self.model, self.path / "model"))
@@ -106,8 +117,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, tiny_model: Path) -> Bench:
-    return Bench(tmp_path, tiny_model)
+def bench(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, tiny_model, monkeypatch)
 
 
 def no_run_file(bench: Bench) -> list[str]:
@@ -231,6 +242,16 @@ def broken_replay(bench: Bench) -> list[str]:
     return [*bench.train(), "--replay", str(bench.path / "rollouts.jsonl")]
 
 
+def rollout_onto_something(bench: Bench) -> list[str]:
+    (bench.path / "out.jsonl").write_text("precious")
+    return bench.rollout("--out", str(bench.path / "out.jsonl"))
+
+
+def label_beside_an_answer(bench: Bench) -> list[str]:
+    bench.rows([{"prompt": "a", "answer": "long", "final": "short"}])
+    return bench.train(data={"label_key": "final"})
+
+
 class Row(NamedTuple):
     """`make` returns the words of a command that must end with `code` and say every text of `said` on stderr."""
 
@@ -284,7 +305,7 @@ TABLE = (
     Row("no config.json", model_without_config, 2, ("has no config.json",)),
     Row("broken config.json", model_with_broken_config, 2, ("cannot read", "config.json")),
     Row("truncated weights", truncated_weights, 2, ("cannot load the checkpoint",)),
-    Row("weights that do not fit", weights_that_do_not_fit, 2, ("does not fill its model", "layers.3")),
+    Row("weights that do not fit", weights_that_do_not_fit, 2, ("does not fit its model", "layers.3")),
     Row("no tokenizer", model_without_tokenizer, 2, ("cannot load a tokenizer from",)),
     Row("no reward file", lambda b: b.train(reward={"functions": ["no.py:good"]}), 2, ("there is no file", "no.py")),
     Row("no reward function", lambda b: b.reward("god"), 2, ("has no 'god'", "good")),
@@ -311,6 +332,39 @@ TABLE = (
         2,
         ("cannot read the recorded rollouts", "no.jsonl"),
     ),
+    Row("label beside an answer", label_beside_an_answer, 2, ("data.label_key = 'final'", "'answer'")),
+    Row(
+        "no tensorboard",
+        lambda b: b.without("tensorboard").train(telemetry={"tensorboard": True}),
+        2,
+        ("telemetry.tensorboard needs the package tensorboard", "pip install tensorboard"),
+    ),
+    Row(
+        "no wandb",
+        lambda b: b.without("wandb").train(telemetry={"wandb": "project"}),
+        2,
+        ("telemetry.wandb needs the package wandb", "pip install wandb"),
+    ),
+    Row("rollout onto something", rollout_onto_something, 2, ("out.jsonl exists", "--out")),
+    Row(
+        "rollout into no directory",
+        lambda b: b.rollout("--out", str(b.path / "no" / "out.jsonl")),
+        2,
+        ("there is no directory", "--out"),
+    ),
+    Row(
+        "rollout below a file",
+        lambda b: b.rollout("--out", str(b.path / "rows.jsonl" / "out.jsonl")),
+        2,
+        ("cannot write", "--out"),
+    ),
+    Row(
+        "rollout with a key it does not read",
+        lambda b: b.rollout("--trainer.lr", "1"),
+        2,
+        ("--trainer.lr does nothing in stretto rollout",),
+    ),
+    Row("rollout of an unknown key", lambda b: b.rollout("--rollout.stp", "x"), 2, ("unknown key rollout.stp",)),
     Row("broken replay file", broken_replay, 2, ("rollouts.jsonl, line 1: not a recorded rollout",)),
 )
 
@@ -327,6 +381,27 @@ def test_bad_input_ends_with_its_code_and_says_what_is_wrong(
     assert all(text in complaint for text in row.said), complaint
     assert 'File "' not in complaint or "rewards.py" in complaint, "no traceback but the reward's own"
     assert existed or row.code == 1 or not (bench.path / "run").exists(), "bad input leaves nothing behind"
+
+
+def test_rollouts_go_to_a_new_file_and_a_failure_before_the_first_leaves_none(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = bench.path / "out.jsonl"
+    assert main(bench.rollout("--out", str(out), "--data.prompt_key", "no_such_column")) == 2
+    assert "no_such_column" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(bench.rollout("--out", str(out), "--samples", "2", "--rollout.stop", '["a"]', "--limit", "3")) == 0
+    assert len(out.read_text().splitlines()) == 6
+
+
+def test_rollout_in_several_processes_is_refused(bench: Bench) -> None:
+    out = bench.path / "out.jsonl"
+    words = ["--nproc-per-node", "2", "-m", "stretto", *bench.rollout("--out", str(out))]
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "stretto rollout runs in one process, not 2" in done.stderr
+    assert not out.exists()
 
 
 def test_failures_below_the_share_are_counted_and_never_a_zero(bench: Bench) -> None:
@@ -411,7 +486,7 @@ def test_a_full_disk_costs_no_best_model(bench: Bench, disk: Disk, tiny_model: P
     run_dir = run_until_full(
         bench,
         disk,
-        "best.json",
+        "best/best.json",
         data={"heldout": 2},
         eval={"every": 1},
         checkpoint={"every": 0},

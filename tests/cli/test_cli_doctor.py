@@ -43,7 +43,7 @@ def test_every_declared_requirement_is_looked_at() -> None:
         (
             Requirement("no-such-package", "1", "wandb"),
             "not installed (for telemetry.wandb)",
-            "pip install 'stretto[wandb]'",
+            "pip install 'no-such-package>=1'",
         ),
     ],
 )
@@ -82,8 +82,3 @@ def test_more_threads_than_cores_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     (check,) = (check for check in report() if check.part == "threads")
     assert not check.ok
     assert "export OMP_NUM_THREADS=" in check.fix
-
-
-def test_memory_is_a_plausible_number_of_bytes() -> None:
-    free = doctor._available_memory()
-    assert free is None or 2**20 < free < 2**50

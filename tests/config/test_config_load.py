@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from stretto.config import ConfigError, RunConfig, config_from_dict, load_config
+from stretto.config import keys as keys_module
 
 MINIMAL = """
 [model]
@@ -199,3 +200,9 @@ def test_a_dictionary_is_not_changed_by_loading_it() -> None:
     raw = {"model": {"path": "m"}, "data": {"source": "x.jsonl"}, "reward": {"functions": ["r.py:f"]}}
     assert config_from_dict(raw).data.source.endswith("/x.jsonl")
     assert raw == {"model": {"path": "m"}, "data": {"source": "x.jsonl"}, "reward": {"functions": ["r.py:f"]}}
+
+
+def test_names_of_other_libraries_lead_to_ours() -> None:
+    assert set(keys_module._ELSEWHERE.values()) <= set(keys_module.keys())
+    for theirs, ours in keys_module._ELSEWHERE.items():
+        assert keys_module.nearest(f"trainer.{theirs}", keys_module.keys())[0] == ours

@@ -16,12 +16,16 @@ BASE: dict[str, Any] = {
     "algorithm.aggregation": "constant_length",
     "trainer.schedule": "cosine",
     "data.heldout": 5,
+    "trainer.updates_per_batch": 2,
     "rollout.top_p": 0.9,
     "rollout.allow_filtered_sampling": True,
 }
 # For each rule of the table, what to change in BASE so that it ignores its keys.
 CHANGES: dict[str, dict[str, Any]] = {
     "algorithm.kl_coef is 0": {"algorithm.kl_coef": 0.0},
+    'with trainer.updates_per_batch = 1 and algorithm.old_logprobs = "trainer" the ratio is exactly 1': {
+        "trainer.updates_per_batch": 1
+    },
     'algorithm.old_logprobs = "behaviour" leaves no mismatch to weigh': {"algorithm.old_logprobs": "behaviour"},
     'algorithm.mismatch is "off"': {"algorithm.mismatch": "off"},
     'algorithm.aggregation is not "constant_length"': {"algorithm.aggregation": "token_mean"},
@@ -30,8 +34,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nothing is held out: set data.heldout or eval.source": {"data.heldout": None},
     "data.source is not a reasoning_gym dataset": {},
     "reasoning_gym datasets have their own columns": {"data.source": "reasoning_gym:chain_sum"},
-    "a file has no splits": {"data.source": "rows.jsonl"},
+    "no Hugging Face dataset is read with it": {"data.source": "rows.jsonl"},
+    "eval.source names no Hugging Face dataset": {},
     "data.chat is false": {"data.chat": False},
+    "checkpoint.every is 0": {"checkpoint.every": 0},
     "no filter (rollout.top_p, top_k, min_p) is on": {"rollout.top_p": 1.0},
 }
 VALUES: dict[str, Any] = {
@@ -39,6 +45,11 @@ VALUES: dict[str, Any] = {
     "data.prompt_key": "p",
     "data.label_key": "l",
     "data.system": "s",
+    "data.subset": "main",
+    "data.template_args": {"enable_thinking": False},
+    "eval.split": "test",
+    "eval.subset": "main",
+    "algorithm.dual_clip": 3.0,
     "eval.limit": 3,
     "algorithm.constant_length": 9,
     "data.heldout": 5,
@@ -72,10 +83,18 @@ def test_a_key_that_would_be_ignored_is_an_error(why: str, key: str) -> None:
     assert f"{key} is ignored because {why}; remove it or change that" in str(caught.value).splitlines()
 
 
-@pytest.mark.parametrize("key", sorted({key for _, key in CASES} - {"data.args"}))
+ELSEWHERE = {
+    "data.args": {"data.source": "reasoning_gym:chain_sum"},
+    "eval.split": {"eval.source": "org/held", "data.heldout": None},
+    "eval.subset": {"eval.source": "org/held", "data.heldout": None},
+}
+"""What to change in BASE, where a key does nothing, so that it does something."""
+
+
+@pytest.mark.parametrize("key", sorted({key for _, key in CASES}))
 def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
     value = VALUES.get(key, keys()[key].default)
-    config = config_from_dict(nested(BASE | {key: value}))
+    config = config_from_dict(nested(BASE | ELSEWHERE.get(key, {}) | {key: value}))
     section, _, name = key.partition(".")
     assert getattr(getattr(config, section), name) == value
 
@@ -94,6 +113,53 @@ def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
 def test_keys_that_contradict_each_other_are_errors(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config_from_dict(nested(BASE | change))
+
+
+@pytest.mark.parametrize(
+    ("data", "held", "taken"),
+    [
+        ("org/set", None, {"data"}),
+        ("org/set", "org/held", {"data", "eval"}),
+        ("org/set", "held.jsonl", {"data"}),
+        ("rows.jsonl", None, set()),
+        ("rows.parquet", "held.jsonl", set()),
+        ("rows.json", "org/held", {"eval"}),
+        ("reasoning_gym:chain_sum", None, set()),
+        ("reasoning_gym:chain_sum", "directory", {"eval"}),
+        ("reasoning_gym:chain_sum", "held.json-lines", set()),
+    ],
+)
+@pytest.mark.parametrize("name", ["split", "subset"])
+def test_splits_and_subsets_belong_to_the_source_that_is_a_dataset(
+    name: str, data: str, held: str | None, taken: set[str]
+) -> None:
+    base = BASE | {"data.source": data, "eval.source": held, "data.heldout": None if held else 5}
+    for section in ("data", "eval"):
+        # Beside a key of its own, eval.source does not take that of [data].
+        raw = nested(base | ({f"eval.{name}": "b"} if "eval" in taken else {}) | {f"{section}.{name}": "a"})
+        if section in taken:
+            assert getattr(getattr(config_from_dict(raw), section), name) == "a"
+        else:
+            with pytest.raises(ConfigError, match=rf"{section}\.{name} is ignored because"):
+                config_from_dict(raw)
+
+
+@pytest.mark.parametrize("name", ["split", "subset"])
+def test_the_evaluation_dataset_takes_the_keys_of_data_when_it_has_none_of_its_own(name: str) -> None:
+    config = config_from_dict(
+        nested(BASE | {"data.source": "a.jsonl", "eval.source": "org/x", "data.heldout": None, f"data.{name}": "a"})
+    )
+    assert getattr(config.data, name) == "a"
+
+
+def test_columns_are_named_for_the_evaluation_file_of_a_generated_source() -> None:
+    change = {"data.source": "reasoning_gym:chain_sum", "eval.source": "held.jsonl", "data.heldout": None}
+    assert config_from_dict(nested(BASE | change | {"data.prompt_key": "q"})).data.prompt_key == "q"
+
+
+def test_the_clip_does_something_when_the_ratio_is_to_the_engine() -> None:
+    change = {"trainer.updates_per_batch": 1, "algorithm.old_logprobs": "behaviour", "algorithm.clip_high": 0.3}
+    assert config_from_dict(nested(BASE | change)).algorithm.clip_high == 0.3
 
 
 def test_every_ignored_and_contradicting_key_is_named_at_once() -> None:

@@ -19,7 +19,7 @@ from stretto.config import RunConfig
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'critic' %}{{ raise_exception('only user, system and assistant') }}{% endif %}"
-    "<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+    "<s>{{ m.role }} {{ m.content | upper if loud else m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant {% endif %}"
 )
 

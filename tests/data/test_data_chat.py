@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from stretto.data.chat import as_chat, encode, render_chat
+from stretto.data.chat import as_chat, check_template_args, encode, render_chat
 
 USER = {"role": "user", "content": "3 + 4 ="}
 
@@ -61,3 +61,11 @@ def test_what_the_template_objects_to_is_said(tokenizer: PreTrainedTokenizerFast
 def test_text_with_a_character_cut_in_two_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="half of a surrogate pair"):
         encode(tokenizer, "ok \ud83d", special=True)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "conversation", "chat_template", "return_dict"])
+def test_what_the_tokenizer_decides_is_no_variable_of_the_template(
+    tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"data\.template_args cannot set {name}"):
+        check_template_args(tokenizer, {name: True})

@@ -51,11 +51,26 @@ def test_slime_rows_keep_their_metadata(format: str, prompt_column: str) -> None
 
 
 def test_keys_override_the_names_of_the_format() -> None:
-    row = {"question": "3 + 4 =", "answer": "3 + 4 = 7 #### 7", "final": "7"}
-    fields = {"answer": "7", "final": "7"}
+    row = {"question": "3 + 4 =", "steps": "3 + 4 = 7 #### 7", "final": "7"}
+    fields = {"answer": "7", "final": "7", "steps": row["steps"]}
     assert read(row, "auto", "question", "final") == ("3 + 4 =", fields)
     assert read(row, "slime", "question", "final") == ("3 + 4 =", fields)
-    assert read(row, "auto", "question") == ("3 + 4 =", {"answer": row["answer"], "final": "7"})
+    assert read(row, "auto", "question") == ("3 + 4 =", {"final": "7", "steps": row["steps"]})
+
+
+@pytest.mark.parametrize("format", ["auto", "stretto", "trl", "slime"])
+@pytest.mark.parametrize("label_key", ["label", "meta.final"])
+def test_a_label_key_that_would_hide_the_column_answer_is_refused(format: str, label_key: str) -> None:
+    row = {"prompt": "3 + 4 =", "answer": "3 + 4 = 7 #### 7", "label": "7", "meta": {"final": "7"}}
+    with pytest.raises(ValueError, match=rf"data\.label_key = '{label_key}' .*column 'answer'"):
+        read(row, format, None, label_key)
+    assert read(row, format, None, "answer")[1] == {name: row[name] for name in row if name != "prompt"}
+
+
+@pytest.mark.parametrize("prompt_key", [None, "prompt", "question"])
+def test_a_row_with_an_answer_and_a_label_keeps_both(prompt_key: str | None) -> None:
+    row = {prompt_key or "prompt": "3 + 4 =", "answer": "7", "label": 1}
+    assert read(row, "auto", prompt_key) == ("3 + 4 =", {"answer": "7", "label": 1})
 
 
 def test_a_key_can_name_a_nested_value() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,3 +151,43 @@ def test_a_prompt_of_the_wrong_kind_is_refused_with_source_and_row(
     source = write_rows([{"prompt": "x", "answer": ""}, {"prompt": None, "answer": ""}])
     with pytest.raises(ValueError, match=r"rows\.jsonl, row 1 \(the first is 0\): column 'prompt' must be text"):
         load_prompts(make_config(source), tokenizer)
+
+
+def test_evaluation_reads_its_own_split_and_configuration(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: Make
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    source = tmp_path / "set"
+    source.mkdir()
+    entries = []
+    for name in ("a", "b"):
+        paths = [f"{{split: {split}, path: {name}-{split}.jsonl}}" for split in ("train", "test")]
+        entries.append(f"- config_name: {name}\n  data_files: [{', '.join(paths)}]\n")
+        for split in ("train", "test"):
+            (source / f"{name}-{split}.jsonl").write_text(f'{{"prompt": "{name} {split}", "answer": ""}}\n')
+    (source / "README.md").write_text("---\nconfigs:\n" + "".join(entries) + "---\n")
+
+    def texts(data: dict[str, str], eval: dict[str, str]) -> tuple[str, str]:
+        found = load_prompts(make_config(str(source), eval={"source": str(source), **eval}, **data), tokenizer)
+        return found.train[0].text, found.heldout[0].text
+
+    assert texts({"subset": "a"}, {"split": "test"}) == ("a train", "a test")
+    assert texts({"subset": "a"}, {"subset": "b"}) == ("a train", "b train")
+    assert texts({"subset": "b", "split": "test"}, {"subset": "a", "split": "train"}) == ("b test", "a train")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "own", "answer": ""}\n')
+    config = make_config(str(rows), eval={"source": str(source), "split": "test", "subset": "b"})
+    assert [p.text for p in load_prompts(config, tokenizer).heldout] == ["b test"]
+
+
+def test_template_arguments_reach_the_template_and_need_a_chat(
+    tokenizer: PreTrainedTokenizerFast, write_rows: Write, make_config: Make
+) -> None:
+    source = write_rows([{"prompt": "hi", "answer": ""}])
+    loud = load_prompts(make_config(source, chat=True, template_args={"loud": True}), tokenizer)
+    assert loud.train[0].text == "<s>user HI</s><s>assistant "
+    assert load_prompts(make_config(source, chat=True), tokenizer).train[0].text == "<s>user hi</s><s>assistant "
+    with pytest.raises(ValueError, match=r"row 0 .*data\.template_args needs a chat"):
+        load_prompts(make_config(source, template_args={"loud": True}), tokenizer)
+    with pytest.raises(ValueError, match=r"data\.template_args sets lout, which the model's chat template never reads"):
+        load_prompts(make_config(source, chat=True, template_args={"lout": True}), tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import datasets
@@ -74,6 +75,58 @@ def test_a_directory_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for split, row in zip(("train", "test"), ROWS, strict=True):
         (tmp_path / "files" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     assert read(tmp_path / "files", "test") == ROWS[1:]
+
+
+CONFIGS = """---
+configs:
+- config_name: easy
+  data_files: easy.jsonl
+- config_name: hard
+  data_files: [{split: test, path: hard.jsonl}]
+---
+"""
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dataset of two configurations, the second with a test split alone."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    directory = tmp_path / "configured"
+    directory.mkdir()
+    (directory / "README.md").write_text(CONFIGS)
+    for name, row in zip(("easy", "hard"), ROWS, strict=True):
+        (directory / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    return directory
+
+
+def test_the_configuration_of_a_dataset_is_chosen(configured: Path) -> None:
+    assert read_rows(str(configured), "train", {}, 0, "easy") == ROWS[:1]
+    assert read_rows(str(configured), "test", {}, 0, "hard") == ROWS[1:]
+
+
+@pytest.mark.parametrize("subset", [None, "hrad"])
+def test_a_missing_or_unknown_configuration_is_answered_with_those_that_exist(
+    configured: Path, subset: str | None
+) -> None:
+    with pytest.raises(ValueError, match=r"(?s)easy.*hard.*data\.subset"):
+        read_rows(str(configured), "train", {}, 0, subset)
+
+
+def test_a_saved_dataset_has_no_configurations(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"no subset 'main'; remove data\.subset"):
+        read_rows(str(tmp_path / "saved"), "train", {}, 0, "main")
+
+
+@pytest.mark.parametrize(("suffix", "package"), [("", "datasets"), (".parquet", "pyarrow")])
+def test_a_missing_package_is_named_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, package: str
+) -> None:
+    path = tmp_path / f"source{suffix}"
+    path.touch() if suffix else path.mkdir()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf"needs {package}, which is not installed: pip install datasets pyarrow$"):
+        read(path)
 
 
 def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from stretto.engines import EngineError
 from stretto.engines.embedded import EmbeddedEngine
+from stretto.engines.embedded.kv import PrefillStep
 from stretto.models.checkpoint import load_tokenizer
+from stretto.types import Version
 
 
 def module_of(served: Served) -> Any:
@@ -95,8 +98,9 @@ def test_no_token_is_computed_while_paused(tiny_model: Path) -> None:
     assert sizes == []
 
 
-def test_pause_returns_only_after_the_pass_under_way(tiny_model: Path) -> None:
-    served = serve_alias(tiny_model)
+@contextmanager
+def generating_inside_a_pass(served: Served) -> Iterator[Callable[[], object]]:
+    """A generation in another thread that stands in its first forward pass until the given function is called."""
     inside, release = threading.Event(), threading.Event()
 
     def hold(*_: object) -> None:
@@ -105,19 +109,50 @@ def test_pause_returns_only_after_the_pass_under_way(tiny_model: Path) -> None:
 
     hook = module_of(served).register_forward_pre_hook(hold)
     generation = threading.Thread(target=run, args=(served.engine, request(0, served.prompt(10), max_new_tokens=2)))
-    pause = threading.Thread(target=served.engine.pause)
     generation.start()
     assert inside.wait(DEADLINE_S)
-    pause.start()
-    pause.join(0.2)
-    assert pause.is_alive()
     hook.remove()
-    release.set()
-    pause.join(DEADLINE_S)
-    assert not pause.is_alive()
-    served.engine.resume()
-    generation.join(DEADLINE_S)
-    assert not generation.is_alive()
+    try:
+        yield release.set
+    finally:
+        release.set()
+        generation.join(DEADLINE_S)
+        assert not generation.is_alive()
+
+
+def test_pause_returns_only_after_the_pass_under_way(tiny_model: Path) -> None:
+    served = serve_alias(tiny_model)
+    pause = threading.Thread(target=served.engine.pause)
+    with generating_inside_a_pass(served) as release:
+        pause.start()
+        pause.join(0.2)
+        assert pause.is_alive()
+        release()
+        pause.join(DEADLINE_S)
+        assert not pause.is_alive()
+        served.engine.resume()
+
+
+def test_a_pass_that_does_not_end_is_an_error_of_who_waits_for_it_and_shuts_nothing(tiny_model: Path) -> None:
+    served = serve_alias(tiny_model)
+    with generating_inside_a_pass(served):
+        with pytest.raises(EngineError, match=r"pause: the forward pass under way did not end within 0\.02 s"):
+            served.engine.pause(timeout_s=0.02)
+        with pytest.raises(EngineError, match=r"prepare .* the forward pass under way did not end"):
+            served.engine.prepare(Version(1, 1), timeout_s=0.02)
+    assert len(run(served.engine, request(0, served.prompt(4)))) == 1
+    served.publish(1)
+
+
+def test_attention_of_the_prompts_of_one_pass_is_bounded_with_its_padding(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.engines.embedded.engine._PREFILL_TOKENS", 100)
+    served = serve_alias(tiny_model, max_sequences=16)
+    seen = steps(served)
+    lengths = (120, 3, 3, 30, 30, 30, 5)
+    run(served.engine, *(request(i, served.prompt(n), max_new_tokens=9) for i, n in enumerate(lengths)))
+    assert [tuple(one.gather_GP.shape) for one in seen if isinstance(one, PrefillStep)] == [(1, 120), (3, 30), (3, 30)]
 
 
 def test_a_malformed_request_costs_no_pass(tiny_model: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_helpers import (
+    DEADLINE_S,
     Factory,
     Served,
     assert_logprobs,
@@ -180,13 +181,19 @@ def test_a_transfer_that_fails_halfway_leaves_the_engine_refusing_until_a_whole_
     with pytest.raises(KeyError, match="norm"):
         publisher.close()
     assert engine.version == Version(1, 0)
-    with pytest.raises(EngineError, match="not committed"):
-        engine.resume()
     one = request(0, served.prompt(5))
-    with pytest.raises(EngineError, match="paused"):
-        list(engine.generate([one], deadline_s=0.05))
+    engine.resume()
+    for _ in range(2):
+        with pytest.raises(EngineError, match="full publication must commit"):
+            list(engine.generate([one], deadline_s=DEADLINE_S))
+        with pytest.raises(RuntimeError, match="its transfer has begun"):
+            publisher.cancel()
 
     lost.clear()
+    publisher.open(Version(1, 2))
+    publisher.cancel()
+    with pytest.raises(EngineError, match="full publication must commit"):
+        list(engine.generate([one], deadline_s=DEADLINE_S))
     publisher.open(Version(1, 2))
     publisher.close()
     completion = run(engine, one)[0, 0]

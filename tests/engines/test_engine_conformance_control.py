@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,7 @@ def test_a_publication_from_another_thread_splits_the_spans_of_what_is_under_way
     with generating(served, requests) as completions:
         served.engine.pause()
         new = served.publish(1, lambda: change_final_norm(served.reference))
+        served.engine.resume()
     found = drained(completions)
     assert found[0, 0].version_spans == (VersionSpan(old, 0, 1),)
     for index in (0, 1):
@@ -238,22 +240,82 @@ def test_memory_is_given_back_and_taken_again(served: Served) -> None:
     assert run(served.engine, one) == expected
 
 
-@pytest.mark.parametrize("version", [Version(1, 0), Version(0, 9)])
-def test_a_version_that_is_not_newer_is_refused_and_the_engine_serves_on(served: Served, version: Version) -> None:
-    with pytest.raises(EngineError, match="not newer"):
-        served.engine.prepare(version)
-    assert len(run(served.engine, request(0, served.prompt(4)))) == 1
+def test_a_publication_that_fails_ends_the_generation_that_waits_for_it(served: Served) -> None:
+    requests = [request(0, served.prompt(5), max_new_tokens=1), request(1, served.prompt(5), max_new_tokens=LONG)]
+    with generating(served, requests) as completions:
+        served.engine.prepare(Version(1, 1))
+        served.engine.fail(Version(1, 1))
+    with pytest.raises(EngineError, match="full publication must commit"):
+        drained(completions)
 
 
-def test_a_prepared_version_must_be_committed_before_a_token_is_computed(served: Served) -> None:
-    served.engine.prepare(Version(1, 1))
-    with pytest.raises(EngineError, match="not committed"):
+@contextmanager
+def generating_at_a_shut_gate(served: Served, requests: list[Request]) -> Iterator[Queue[Completion]]:
+    """Generate in a thread while the engine is paused."""
+    completions: Queue[Completion] = Queue()
+    served.engine.pause()
+    stream = served.engine.generate(requests, deadline_s=DEADLINE_S)
+    thread = threading.Thread(target=lambda: [completions.put(one) for one in stream])
+    thread.start()
+    try:
+        yield completions
+    finally:
         served.engine.resume()
-    with pytest.raises(EngineError, match="paused"):
-        list(served.engine.generate([request(0, served.prompt(4))], deadline_s=0.05))
-    served.engine.commit(Version(1, 1))
-    served.engine.resume()
-    assert run(served.engine, request(0, served.prompt(4)))[0, 0].version_spans[0].version == Version(1, 1)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def test_abort_wakes_a_generation_that_is_paused(served: Served) -> None:
+    requests = [request(id, served.prompt(5), (1, 2)) for id in range(9)]
+    with generating_at_a_shut_gate(served, requests) as completions:
+        for id in range(8):
+            served.engine.abort([id])
+            ended = [completions.get(timeout=10) for _ in range(2)]
+            assert {(one.request_id, one.finish_reason) for one in ended} == {(id, FinishReason.ABORT)}
+        assert completions.empty()
+    left = by_place([completions.get_nowait() for _ in range(completions.qsize())])
+    assert set(left) == {(8, 0), (8, 1)}
+    assert {one.finish_reason for one in left.values()} == {FinishReason.LENGTH}
+
+
+def test_close_wakes_a_generation_that_is_paused_and_begins_no_other(served: Served) -> None:
+    requests = [request(id, served.prompt(5), (1, 2)) for id in range(3)]
+    with generating_at_a_shut_gate(served, requests) as completions:
+        served.engine.abort([0])
+        assert [completions.get(timeout=10).request_id for _ in range(2)] == [0, 0]
+        served.engine.close()
+        ended = [completions.get(timeout=10) for _ in range(4)]
+    assert {(one.request_id, one.finish_reason, one.response_ids) for one in ended} == {
+        (1, FinishReason.ABORT, ()),
+        (2, FinishReason.ABORT, ()),
+    }
+    with pytest.raises(EngineError, match="closed"):
+        served.engine.generate(requests, deadline_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_second_generation_is_refused_until_the_first_is_over(served: Served, begun: bool) -> None:
+    requests = [request(0, served.prompt(5), max_new_tokens=1), request(1, served.prompt(5))]
+    stream = served.engine.generate(requests, deadline_s=DEADLINE_S)
+    completions = [next(stream)] if begun else []
+    with pytest.raises(EngineError, match="unfinished"):
+        served.engine.generate([request(1, served.prompt(4))], deadline_s=DEADLINE_S)
+    assert set(by_place([*completions, *stream])) == {(0, 0), (1, 0)}
+    assert len(run(served.engine, *requests)) == 2
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("way", ["closed", "dropped"])
+def test_an_abandoned_generation_makes_room_for_the_next(served: Served, begun: bool, way: str) -> None:
+    requests = [request(0, served.prompt(5), max_new_tokens=1), request(1, served.prompt(5))]
+    stream: Any = served.engine.generate(requests, deadline_s=DEADLINE_S)
+    if begun:
+        next(stream)
+    if way == "closed":
+        stream.close()
+    else:
+        del stream
+    assert len(run(served.engine, *requests)) == 2
 
 
 def test_close_ends_what_is_under_way(served: Served) -> None:

@@ -47,7 +47,7 @@ def write_run(directory: Path, model: Path, /, **sections: Any) -> Path:
         "trainer": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2, "updates_per_batch": 2},
         "algorithm": {"kl_coef": 0.05},
         "eval": {"every": 5},
-        "checkpoint": {"every": 3, "keep": 1},
+        "checkpoint": {"every": 3},
     }
     for name, value in sections.items():
         usual[name] = {**usual.get(name, {}), **value} if isinstance(value, Mapping) else value

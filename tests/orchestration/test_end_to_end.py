@@ -56,7 +56,7 @@ def test_a_run_leaves_samples_a_report_and_its_configuration(whole_run: Path) ->
 
 def test_the_best_model_is_remembered(whole_run: Path) -> None:
     scores = {line["step"]: line["eval/score"] for line in lines(whole_run / "metrics.jsonl") if "eval/score" in line}
-    best = json.loads((whole_run / "best.json").read_text())
+    best = json.loads((whole_run / "best" / "best.json").read_text())
     assert best["score"] == max(score for step, score in scores.items() if step)
     assert scores[best["step"]] == best["score"]
     assert AutoModelForCausalLM.from_pretrained(whole_run / "best").config.vocab_size == 98
@@ -103,7 +103,7 @@ def test_resuming_a_finished_run_changes_nothing(whole_run: Path, tmp_path: Path
     run_dir = tmp_path / "run"
     shutil.copytree(whole_run, run_dir)
     assert main(["train", "--resume", str(run_dir)]) == 0
-    for name in ("metrics.jsonl", "samples.jsonl", "ledger.jsonl", "best.json"):
+    for name in ("metrics.jsonl", "samples.jsonl", "ledger.jsonl", "best/best.json"):
         assert (run_dir / name).read_bytes() == (whole_run / name).read_bytes()
 
 

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import lines, metrics, write_run
+from transformers import AutoTokenizer
 
 import stretto
 from stretto.cli import main
 from stretto.config import load_config
+from stretto.orchestration.model import Model
 from stretto.orchestration.sources import read_groups
 from stretto.types import FinishReason, Rollout, Version, VersionSpan
 
@@ -70,8 +72,12 @@ def recorded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
-def test_the_command_records_scored_groups_of_the_first_prompts(recorded: Path) -> None:
-    groups = read_groups(recorded, 98)
+def model_of(directory: Path) -> Model:
+    return Model(directory, AutoTokenizer.from_pretrained(directory), 256)
+
+
+def test_the_command_records_scored_groups_of_the_first_prompts(recorded: Path, tiny_model: Path) -> None:
+    groups = read_groups(recorded, model_of(tiny_model))
     assert [len(group) for group in groups.values()] == [3] * 9
     assert [group[0].source_row for group in groups.values()] == list(range(9))
     assert all(len({one.seed for one in group}) == 3 for group in groups.values())
@@ -86,7 +92,7 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(recorded: Path, tiny
     run_dir = tmp_path / "run"
     measured = metrics(run_dir)
     assert sorted(measured) == [0, 1, 2], "nine groups are two steps of four prompts"
-    groups = list(read_groups(recorded, 98).values())
+    groups = list(read_groups(recorded, model_of(tiny_model)).values())
     for step in (1, 2):
         samples = [one for group in groups[4 * step - 4 : 4 * step] for one in group]
         rewards = [one.reward for one in samples if one.reward is not None]
@@ -141,6 +147,12 @@ def spoilt(recorded: Path, directory: Path, **changes: object) -> Path:
             {"response_ids": [9999] * 5, "logprobs_T": [-1.0] * 5, "loss_mask_T": [1] * 5},
             "line 2: token id 9999 is outside the model's vocabulary of 98",
         ),
+        ({"prompt_ids": []}, "line 2: a rollout needs a prompt and a response of at least one token each"),
+        ({"prompt_ids": [5] * 300}, "line 2: prompt and response are longer than the model's 256 tokens"),
+        ({"prompt_ids": [5, 6]}, "line 2: group 0 has two prompts: were two recordings put into one file?"),
+        ({"loss_mask_T": [1, 1, 2, 1, 1]}, "line 2: loss_mask_T has values other than 0 and 1"),
+        ({"temperature": 0}, "line 2: the temperature is 0, not a number above 0"),
+        ({"tokenizer": "another"}, "line 2: recorded with another tokenizer"),
     ],
 )
 def test_a_spoilt_record_is_named(

@@ -89,7 +89,10 @@ def assert_same_curve(run_dir: Path, whole_run: Path) -> None:
     assert found.keys() == expected.keys()
     for step, values in expected.items():
         compared = {name: value for name, value in values.items() if name not in ("sync/bytes", "sync/version")}
-        assert {name: found[step][name] for name in compared} == pytest.approx(compared, abs=1e-5, rel=1e-5)
+        for name, value in compared.items():
+            # The single worst token is where rounding shows first.
+            bound = 1e-4 if name.endswith(("_max", "_max_deviation")) else 1e-5
+            assert found[step][name] == pytest.approx(value, abs=bound, rel=bound), (step, name)
 
 
 def test_a_run_of_two_processes_goes_on_with_one(tmp_path: Path, tiny_model: Path, whole_run: Path) -> None:

@@ -42,6 +42,18 @@ async def trl_async(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer, strict=True)]
 
 
+def trl_that_logs(completions, answer, log_extra, log_metric=None):
+    log_extra("answer", answer)
+    log_metric("share", value=0.5)
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def trl_that_logs_by_keyword(completions, answer, **kwargs):
+    kwargs["log_extra"]("answer", answer)
+    kwargs["log_metric"](name="share", value=0.5)
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "tests"
     return {"score": float(solution_str == ground_truth), "acc": True}

@@ -15,6 +15,8 @@ STYLES = {
     "trl_keyword_only": [10.0, 13.0, 11.0],
     "trl_everything_by_keyword": [1.0, 0.0, 0.0],
     "trl_async": [1.0, 0.0, 0.0],
+    "trl_that_logs": [1.0, 0.0, 0.0],
+    "trl_that_logs_by_keyword": [1.0, 0.0, 0.0],
     "compute_score": [1.0, 0.0, 0.0],
     "verl_async": [0.5, 0.5, 0.5],
     "simple": [1.0, 0.0, 0.0],
@@ -57,12 +59,29 @@ def test_ground_truth_is_the_answer_where_the_data_has_no_such_column() -> None:
         (lambda completion, rubric: 1.0, "rubric"),
         (lambda completions, *, levels: [1.0], "levels"),
         (lambda data_source, solution_str, ground_truth: 1.0, "data_source"),
-        (lambda completions, trainer_state: [1.0], "trainer_state"),
     ],
 )
-def test_a_parameter_without_a_column_is_named_with_the_columns(function: Callable, parameter: str) -> None:
-    with pytest.raises(ValueError, match=f"`{parameter}`.* answer, level"):
+def test_a_parameter_that_nothing_supplies_is_named_with_all_that_there_is(function: Callable, parameter: str) -> None:
+    there = {
+        "sample": "answer, level, completion, completion_ids, messages, prompt",
+        "trl": "answer, level, completion_ids, completions, log_extra, log_metric, prompts",
+        "verl": "extra_info, ground_truth, solution_str",
+    }
+    adapter = adapt(function, "r")
+    with pytest.raises(ValueError, match=rf"`{parameter}`, but it can only have {there[adapter.style]}[ ;]"):
+        adapter.score(group("7"))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda completions, trainer_state: [1.0], lambda completion, *, trainer_state: 1.0]
+)
+def test_the_state_of_a_trainer_is_refused_with_the_reason(function: Callable) -> None:
+    with pytest.raises(ValueError, match="`trainer_state`, but rewards run in worker processes, which have no trainer"):
         adapt(function, "r").score(group("7"))
+
+
+def test_the_state_of_a_trainer_with_a_default_is_that_default() -> None:
+    assert adapt(lambda completions, trainer_state=None: [float(trainer_state is None)], "r").score(group("7")) == [1.0]
 
 
 def test_columns_that_do_not_fit_are_found_before_and_at_scoring(open_pool: Callable[..., RewardPool]) -> None:

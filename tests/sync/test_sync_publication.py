@@ -28,8 +28,8 @@ class Diary:
     def prepare(self, version: Version) -> None:
         self._note("prepare", version)
 
-    def transfer(self) -> int:
-        self._note("transfer")
+    def transfer(self, version: Version) -> int:
+        self._note("transfer", version)
         return 7
 
     def verify(self) -> None:
@@ -38,8 +38,11 @@ class Diary:
     def commit(self, version: Version) -> None:
         self._note("commit", version)
 
-    def resume(self) -> None:
-        self._note("resume")
+    def cancel(self, version: Version) -> None:
+        self._note("cancel", version)
+
+    def fail(self, version: Version) -> None:
+        self._note("fail", version)
 
 
 def test_a_publication_is_prepared_transferred_verified_committed_in_this_order() -> None:
@@ -48,23 +51,40 @@ def test_a_publication_is_prepared_transferred_verified_committed_in_this_order(
     publisher.open(Version(2, 5))
     assert diary.entries == [("prepare", Version(2, 5))]
     assert publisher.close() == 7
-    assert diary.entries[1:] == ["transfer", "verify", ("commit", Version(2, 5)), "resume"]
+    assert diary.entries[1:] == [("transfer", Version(2, 5)), "verify", ("commit", Version(2, 5))]
     assert publisher.transport == "diary"
 
 
 @pytest.mark.parametrize("step", ["transfer", "verify"])
-def test_a_failure_before_the_commit_reaches_the_trainer_and_resumes_nothing(step: str) -> None:
+def test_a_failure_before_the_commit_reaches_the_trainer_and_the_engine(step: str) -> None:
     diary = Diary(fails_at=step)
     publisher = Publisher(diary, diary)
     publisher.open(Version(1, 1))
     with pytest.raises(RuntimeError, match=f"{step} failed"):
         publisher.close()
-    assert diary.entries[-1] == step
+    assert diary.entries[-1] == ("fail", Version(1, 1))
+    with pytest.raises(RuntimeError, match="its transfer has begun"):
+        publisher.cancel()
 
     diary.fails_at = ""
     publisher.open(Version(1, 2))
     publisher.close()
-    assert diary.entries[-2:] == [("commit", Version(1, 2)), "resume"]
+    assert diary.entries[-1] == ("commit", Version(1, 2))
+
+
+def test_a_publication_can_be_cancelled_until_its_transfer() -> None:
+    diary = Diary()
+    publisher = Publisher(diary, diary)
+    with pytest.raises(RuntimeError, match="nothing to cancel"):
+        publisher.cancel()
+    publisher.open(Version(1, 1))
+    publisher.cancel()
+    assert diary.entries == [("prepare", Version(1, 1)), ("cancel", Version(1, 1))]
+    publisher.open(Version(1, 1))
+    publisher.close()
+    with pytest.raises(RuntimeError, match="nothing to cancel"):
+        publisher.cancel()
+    assert diary.entries[-1] == ("commit", Version(1, 1))
 
 
 def test_an_engine_that_refuses_the_version_opens_no_publication() -> None:
@@ -84,7 +104,7 @@ def tensors() -> dict[str, Tensor]:
 def test_a_local_transfer_copies_every_tensor_and_counts_the_bytes_written() -> None:
     source, target = tensors(), {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
     transport = LocalTransport(lambda: source, target)
-    assert transport.transfer() == 6 * 2 + 4 * 4
+    assert transport.transfer(Version(1, 1)) == 6 * 2 + 4 * 4
     transport.verify()
     assert target["a"].equal(source["a"].bfloat16())
     assert target["b"].equal(source["b"])
@@ -94,8 +114,8 @@ def test_a_local_transfer_asks_for_the_source_anew_each_time() -> None:
     sources = iter([tensors(), {name: tensor + 1 for name, tensor in tensors().items()}])
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     transport = LocalTransport(lambda: next(sources), target)
-    transport.transfer()
-    transport.transfer()
+    transport.transfer(Version(1, 1))
+    transport.transfer(Version(1, 1))
     assert target["b"].equal(torch.full((4,), 2.0))
 
 
@@ -103,7 +123,7 @@ def test_a_cast_rounds_to_nearest_even() -> None:
     """1 + 2^-8 lies halfway between two bf16 numbers; a bit more goes up; two roundings would lose it."""
     source = {"a": torch.tensor([1 + 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 1 + 3 * 2.0**-8])}
     target = {"a": torch.zeros(3, dtype=torch.bfloat16)}
-    LocalTransport(lambda: source, target).transfer()
+    LocalTransport(lambda: source, target).transfer(Version(1, 1))
     assert target["a"].tolist() == [1.0, 1 + 2.0**-7, 1 + 2.0**-6]
 
 
@@ -112,7 +132,7 @@ def test_verify_names_what_was_not_filled_or_has_moved() -> None:
     transport = LocalTransport(tensors, target)
     with pytest.raises(RuntimeError, match="a was not filled"):
         transport.verify()
-    transport.transfer()
+    transport.transfer(Version(1, 1))
     target["b"].data = torch.ones(4)
     with pytest.raises(RuntimeError, match="b of the engine has moved"):
         transport.verify()
@@ -122,9 +142,9 @@ def test_a_transfer_that_fails_is_not_verified_by_the_one_before_it() -> None:
     lost: list[str] = []
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     transport = LocalTransport(lambda: {n: t for n, t in tensors().items() if n not in lost}, target)
-    transport.transfer()
+    transport.transfer(Version(1, 1))
     lost.append("b")
     with pytest.raises(KeyError):
-        transport.transfer()
+        transport.transfer(Version(1, 1))
     with pytest.raises(RuntimeError, match="b was not filled"):
         transport.verify()

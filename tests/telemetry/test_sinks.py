@@ -1,14 +1,15 @@
-"""TensorBoard gets the scalars; a missing package names its extra."""
+"""TensorBoard gets the scalars; a missing package is named with its command."""
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
 from stretto.config.sections import TelemetryConfig
 from stretto.telemetry.runlog import RunLog, rewind
+from stretto.telemetry.sinks import check_sinks
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
@@ -25,7 +26,22 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_asking_for_wandb_without_it_names_the_extra(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"stretto\[wandb\]"):
-        RunLog(tmp_path, TelemetryConfig(wandb="project"))
+@pytest.mark.parametrize(("package", "value"), [("tensorboard", True), ("wandb", "project")])
+def test_asking_for_a_sink_without_its_package_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, value: bool | str
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    config = TelemetryConfig.model_validate({package: value})
+    said = rf"telemetry\.{package} needs the package {package}, .*: pip install {package}$"
+    with pytest.raises(ValueError, match=said):
+        check_sinks(config)
+    with pytest.raises(ValueError, match=said):
+        RunLog(tmp_path, config)
+    check_sinks(TelemetryConfig())
+
+
+def test_a_sink_whose_package_is_here_is_let_through() -> None:
+    pytest.importorskip("tensorboard")
+    check_sinks(TelemetryConfig(tensorboard=True))

@@ -76,7 +76,7 @@ class PlainLoop:
     def _rate(self) -> float:
         if self.done < WARMUP:
             return 2e-3 * (self.done + 1) / WARMUP
-        return 2e-3 * (1 - (self.done - WARMUP) / (self.total - 1 - WARMUP))
+        return 2e-3 * (1 - (self.done - WARMUP) / (self.total - WARMUP))
 
     def values(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters()}

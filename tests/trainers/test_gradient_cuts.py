@@ -186,16 +186,19 @@ def test_skipping_samples_without_advantage_keeps_the_gradient(tiny_model: Path)
     assert worst(skipped, take_gradient(trainer)) < 1e-12
 
 
-def test_a_batch_without_advantages_has_a_zero_gradient_and_costs_no_pass(tiny_model: Path) -> None:
+def test_a_batch_without_advantages_has_a_zero_gradient_and_costs_no_backward(tiny_model: Path) -> None:
     trainer = new_trainer(tiny_model, run_config())
     batch = mixed_batch(VOCABULARY)
-    passes = []
-    trainer._policy.register_forward_hook(lambda *_: passes.append(1))
-    loss, found = gradient(trainer, Batch(batch.rollouts, [0.0] * len(batch.rollouts)))
-    assert (loss, passes) == (0.0, [])
+    with_graph = []
+    trainer._policy.register_forward_hook(lambda _module, _input, output: with_graph.append(output[0].requires_grad))
+    without = Batch(batch.rollouts, [0.0] * len(batch.rollouts))
+    loss, found = gradient(trainer, without)
+    assert (loss, with_graph) == (0.0, [False])
     assert all(not tensor.any() for tensor in found.values())
     gradient(trainer, batch)
-    assert passes == [1]
+    assert with_graph == [False, True]
+    # The pass forward is for what every step reports.
+    assert {"train/entropy", "mismatch/kl", "train/clip_fraction"} <= trainer.step(without).metrics.keys()
 
 
 def test_zero_advantages_still_count_when_the_loss_has_other_terms(tiny_model: Path) -> None:

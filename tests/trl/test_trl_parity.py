@@ -108,7 +108,7 @@ def our_config(aggregation: str, beta: float):
             "data": {"source": "unused.jsonl"},
             "reward": {"functions": ["math_verify"]},
             "rollout": {"max_new_tokens": MAX_NEW},
-            "trainer": {"dtype": "float32"},
+            "trainer": {"dtype": "float32", "updates_per_batch": 2},
             "algorithm": {"aggregation": aggregation, "mismatch": "off", "clip_high": 0.3} | kl,
         }
     )
@@ -149,7 +149,10 @@ def compare(sides: Sides, loss_type: str, beta: float, clip: bool) -> None:
     batch = sides.batch
     ours = sides.make_ours(LOSS_TYPES[loss_type], beta)
     old = old_logprobs(ours, batch) if clip else None
-    (update,) = plan_updates(batch, ours._config, ours._objective, ours._world)
+    # The batch as one update: the clip, a key of runs with several, acts on the old log-probs that it is given.
+    settings = ours._config.trainer.model_copy(update={"updates_per_batch": 1})
+    config = ours._config.model_copy(update={"trainer": settings})
+    (update,) = plan_updates(batch, config, ours._objective, ours._world)
     loss, stats = ours._accumulate(batch, update, old)
     clipped = float(stats.sums["train/clip_fraction"])
     assert clipped > 0 if clip else clipped == 0

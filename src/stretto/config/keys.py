@@ -15,6 +15,23 @@ from stretto.config.sections import Section
 
 _NOUNS = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a table"}
 _PLURALS = {str: "texts", int: "integers", float: "numbers"}
+# What other libraries call our keys (TRL, verl, transformers): a name that no likeness would find.
+_ELSEWHERE = {
+    "learning_rate": "trainer.lr",
+    "beta": "algorithm.kl_coef",
+    "num_generations": "rollout.samples_per_prompt",
+    "n": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "steps",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "max_grad_norm": "trainer.clip_grad",
+    "lr_scheduler_type": "trainer.schedule",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "eval.every",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -59,9 +76,14 @@ def find_key(name: str) -> Key | None:
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` candidates most like `name`, best first; a match of the last part alone counts almost as much."""
+    """The `count` candidates most like `name`, best first; a match of the last part alone counts almost as much.
+
+    A name that another library uses for one of the candidates is like nothing more than that one.
+    """
 
     def likeness(candidate: str) -> float:
+        if _ELSEWHERE.get(_leaf(name)) == candidate:
+            return 2.0
         whole = SequenceMatcher(None, name, candidate).ratio()
         return max(whole, 0.95 * SequenceMatcher(None, _leaf(name), _leaf(candidate)).ratio())
 

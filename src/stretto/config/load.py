@@ -24,12 +24,13 @@ class ConfigError(ValueError):
     """What is wrong with a configuration: one line for each problem."""
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the TOML file `path` and apply the command-line arguments `overrides` (`--trainer.lr 2e-5` or with `=`).
 
     Files named in the run file are relative to it, those in overrides to the current directory; they come back
     absolute. Raises ConfigError naming every problem.
     """
+    path = Path(path)
     raw = resolve_paths(_read(path), path.absolute().parent)
     try:
         pairs = split_overrides(overrides)
@@ -54,7 +55,7 @@ def dump_toml(config: RunConfig) -> str:
     """The resolved configuration as a run file that loads to an equal one from wherever it lies.
 
     Defaults are written out; keys without a value, and keys that the chosen parts would ignore, are left out.
-    Raises ConfigError when `data.args` holds what TOML cannot say.
+    Raises ConfigError when `data.args` or `data.template_args` holds what TOML cannot say.
     """
     ignored = ignored_keys(config)
     raw = resolve_paths(config.model_dump(), Path.cwd())
@@ -66,7 +67,9 @@ def dump_toml(config: RunConfig) -> str:
     try:
         return tomli_w.dumps(top | tables)
     except TypeError as error:
-        raise ConfigError(f"data.args has a value that TOML cannot express ({error}); leave it out") from error
+        raise ConfigError(
+            f"data.args or data.template_args has a value that TOML cannot express ({error}); leave it out"
+        ) from error
 
 
 def _tables(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

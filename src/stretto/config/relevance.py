@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from stretto.config.run import RunConfig
 
+_FILES = (".jsonl", ".json-lines", ".json", ".parquet")
+_NO_DATASET = "no Hugging Face dataset is read with it"
+
 
 class Rule(NamedTuple):
     """`keys` do nothing while `ignored` holds; `why` completes the sentence "is ignored because ..."."""
@@ -19,6 +22,11 @@ class Rule(NamedTuple):
 
 IGNORED: tuple[Rule, ...] = (
     Rule(("algorithm.kl_estimator",), lambda c: c.algorithm.kl_coef == 0, "algorithm.kl_coef is 0"),
+    Rule(
+        ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
+        lambda c: c.trainer.updates_per_batch == 1 and c.algorithm.old_logprobs == "trainer",
+        'with trainer.updates_per_batch = 1 and algorithm.old_logprobs = "trainer" the ratio is exactly 1',
+    ),
     Rule(
         ("algorithm.mismatch", "algorithm.mismatch_cap"),
         lambda c: c.algorithm.old_logprobs == "behaviour",
@@ -43,16 +51,19 @@ IGNORED: tuple[Rule, ...] = (
         "data.source is not a reasoning_gym dataset",
     ),
     Rule(
-        ("data.format", "data.prompt_key", "data.label_key", "data.split"),
-        lambda c: c.data.source.startswith("reasoning_gym:"),
+        ("data.format", "data.prompt_key", "data.label_key"),
+        lambda c: all(source.startswith("reasoning_gym:") for source in _sources(c)),
         "reasoning_gym datasets have their own columns",
     ),
+    Rule(("data.split",), lambda c: not _reads_from_data(c, c.eval.split), _NO_DATASET),
+    Rule(("data.subset",), lambda c: not _reads_from_data(c, c.eval.subset), _NO_DATASET),
     Rule(
-        ("data.split",),
-        lambda c: c.data.source.endswith((".jsonl", ".json", ".parquet")),
-        "a file has no splits",
+        ("eval.split", "eval.subset"),
+        lambda c: c.eval.source is None or not _is_dataset(c.eval.source),
+        "eval.source names no Hugging Face dataset",
     ),
-    Rule(("data.system",), lambda c: c.data.chat is False, "data.chat is false"),
+    Rule(("data.system", "data.template_args"), lambda c: c.data.chat is False, "data.chat is false"),
+    Rule(("checkpoint.keep",), lambda c: c.checkpoint.every == 0, "checkpoint.every is 0"),
     Rule(
         ("rollout.allow_filtered_sampling",),
         lambda c: not filters_of(c),
@@ -66,6 +77,21 @@ def filters_of(config: RunConfig) -> list[str]:
     rollout = config.rollout
     on = {"rollout.top_p": rollout.top_p < 1, "rollout.top_k": rollout.top_k > 0, "rollout.min_p": rollout.min_p > 0}
     return [key for key, value in on.items() if value]
+
+
+def _sources(config: RunConfig) -> list[str]:
+    return [source for source in (config.data.source, config.eval.source) if source is not None]
+
+
+def _is_dataset(source: str) -> bool:
+    """Whether `source` is a Hugging Face dataset (a directory or a name): neither generated nor a file."""
+    return not source.startswith("reasoning_gym:") and not source.endswith(_FILES)
+
+
+def _reads_from_data(config: RunConfig, own: str | None) -> bool:
+    """Whether a dataset is read with a key of [data] that eval.source may have of its `own`."""
+    held = config.eval.source
+    return _is_dataset(config.data.source) or (held is not None and _is_dataset(held) and own is None)
 
 
 def ignored_keys(config: RunConfig) -> set[str]:

@@ -24,7 +24,10 @@ class RunConfig(Section):
     """Everything that decides a run. Two runs of the same file, seed and machine are the same run."""
 
     run_dir: str = "runs/{name}"
-    """Directory of the run; `{name}` and `{seed}` are filled in. It must not hold another run."""
+    """Directory of the run, relative to the current directory; `{name}` and `{seed}` are filled in.
+
+    It must not hold another run.
+    """
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     """Name of the run."""
     seed: int = Field(default=0, ge=0, lt=2**31)

@@ -36,6 +36,8 @@ class DataConfig(Section):
     """A .jsonl or .parquet file, a Hugging Face dataset (directory or name), or `reasoning_gym:<dataset>`."""
     split: str = "train"
     """The split of a Hugging Face dataset to read."""
+    subset: str | None = None
+    """The configuration of a Hugging Face dataset that has several, for example `main` of openai/gsm8k."""
     format: Literal["auto", "stretto", "trl", "verl", "slime"] = "auto"
     """Whose column names the source uses; `auto` looks at them."""
     prompt_key: str | None = None
@@ -46,6 +48,8 @@ class DataConfig(Section):
     """Wrap text prompts in the model's chat template; left out: only rows that are chat messages get it."""
     system: str | None = None
     """A system message put before every chat."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the model's chat template, for example `enable_thinking = false`."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt in tokens."""
     over_long: Literal["error", "drop"] = "error"
@@ -188,6 +192,10 @@ class EvalConfig(Section):
     """Steps between evaluations; 0: only before the first and after the last step."""
     source: str | None = None
     """Prompts for evaluation in the format of [data]; training rows with the same prompt are left out."""
+    split: str | None = None
+    """The split of eval.source, when that is a Hugging Face dataset; data.split when left out."""
+    subset: str | None = None
+    """The configuration of eval.source, when that is a Hugging Face dataset; data.subset when left out."""
     limit: int | None = Field(default=None, ge=1)
     """Use only so many of the held-out prompts."""
     samples: int = Field(default=1, ge=1)

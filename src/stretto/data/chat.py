@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.data.columns import Messages
@@ -40,8 +42,29 @@ def as_chat(prompt: str | Messages, chat: bool | None, system: str | None) -> Me
     return ({"role": "system", "content": system}, *messages)
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> str:
+def check_template_args(tokenizer: PreTrainedTokenizerBase, args: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name in `data.template_args` that the model's template does not read.
+
+    So is one that the tokenizer takes for itself, as `tokenize`: it would change what the loop relies on.
+    """
+    if not args or not tokenizer.chat_template:
+        return
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+    template = tokenizer.get_chat_template(tools=args.get("tools"))
+    words = set(re.findall(r"\w+", template))
+    for name in args:
+        if name in taken:
+            raise ValueError(f"data.template_args cannot set {name}: it is the tokenizer's, not the template's")
+        if name not in words:
+            raise ValueError(f"data.template_args sets {name}, which the model's chat template never reads; remove it")
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], args: Mapping[str, Any] | None = None
+) -> str:
     """The chat in the model's own template, up to where the assistant's answer begins.
+
+    `args` are variables for the template (`data.template_args`).
 
     Raises ValueError when the model has no template, or when its template refuses the messages.
     """
@@ -53,7 +76,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
             "or a model with a template"
         )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **(args or {}))
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses the messages: {error}") from error
     assert isinstance(text, str)

@@ -32,9 +32,9 @@ CONVENTIONS: dict[str, Convention] = {
 # `auto` takes the first format all of whose columns exist.
 DETECTED: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"prompt", "reward_model"}), "verl"),
+    (frozenset({"prompt", "answer"}), "stretto"),
     (frozenset({"input", "label"}), "slime"),
     (frozenset({"prompt", "label"}), "slime"),
-    (frozenset({"prompt", "answer"}), "stretto"),
     (frozenset({"prompt"}), "trl"),
 )
 
@@ -67,8 +67,14 @@ def detect_format(columns: Mapping[str, Any], prompt_key: str | None) -> str:
 def find_columns(row: Mapping[str, Any], format: str, prompt_key: str | None, label_key: str | None) -> Columns:
     """The columns of a source whose first row is `row`. The keys, when given, win over the format's own names.
 
-    Raises ValueError naming a missing column, the columns that exist and the nearest.
+    Raises ValueError naming a missing column, the columns that exist and the nearest, and for a label_key beside which
+    the source has a column ``answer``: rewards know only one answer.
     """
+    if label_key is not None and label_key != "answer" and "answer" in row:
+        raise ValueError(
+            f"data.label_key = {label_key!r} would hide the column 'answer', since rewards get the expected answer "
+            "under that name; remove data.label_key, or rename the column 'answer'"
+        )
     name = detect_format(row, prompt_key) if format == "auto" else format
     convention = CONVENTIONS[name]
     prompt = _pick(row, (prompt_key,) if prompt_key else convention.prompt, True, f"data.format = {name}")

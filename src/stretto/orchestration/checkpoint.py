@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import RunError
+from stretto.files import sync_directory, sync_tree, write_aside
 from stretto.world import World
 
 _NAME = re.compile(r"step_(\d+)$")
@@ -111,35 +112,3 @@ def write_directory(final: Path, fill: Callable[[Path], None], world: World) -> 
         sync_directory(final.parent)
         shutil.rmtree(old, ignore_errors=True)
     world.barrier()
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Replace a file atomically and durably."""
-    aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(aside, path)
-    sync_directory(path.parent)
-
-
-def sync_tree(directory: Path) -> None:
-    """fsync every file and directory below (and with) `directory`."""
-    for parent, _, files in os.walk(directory):
-        for name in files:
-            _fsync(Path(parent, name))
-        sync_directory(Path(parent))
-
-
-def sync_directory(directory: Path) -> None:
-    """fsync a directory's entries."""
-    _fsync(directory)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from stretto.config.run import RunConfig
 from stretto.errors import RunError
 from stretto.orchestration import measure
-from stretto.orchestration.checkpoint import CheckpointStore, write_aside, write_directory
+from stretto.orchestration.checkpoint import CheckpointStore, write_directory
 from stretto.orchestration.evaluate import Evaluator
 from stretto.orchestration.queue import InlineQueue, TokenCounts
 from stretto.orchestration.rollouts import Scored, Watch
@@ -33,8 +34,7 @@ class Progressed:
     """What a run has come to: saved in every checkpoint, beside the trainer's state."""
 
     step: int = 0
-    incarnation: int = 1
-    skipped_updates: int = 0
+    incarnation: int = 0
     tokens: TokenCounts = field(default_factory=TokenCounts)
     eval_first: float | None = None
     eval_last: float | None = None
@@ -101,34 +101,40 @@ class ColocatedRun:
 
     def _step(self, step: int) -> dict[str, Any]:
         """One batch: generated, scored, trained on, published."""
-        before = self._queue.tokens.generated
+        before, before_trained = self._queue.tokens.generated, self._queue.tokens.trained
         scored = self._parts.source.collect(step, self._parts.watch)
+        self._world.barrier(f"the rollouts of step {step + 1}")
         self._report_failures(check_failures(scored, self._config, self._world))
         enqueue(self._queue, scored)
         batch, constant = take_batch(self._queue, self._config)
         if not self._world.sum([len(batch.rollouts)])[0]:
-            raise RunError(f"step {step + 1} has no sample left to train on: {dict(self._queue.reasons)}")
+            raise RunError(f"step {step + 1} has no sample left to train on: {dict(self._queue.drain_reasons())}")
         with self._publication(step + 1) as moved:
             report = self._learn(batch)
         self._end(batch, report, step + 1)
-        self._keep_samples(step + 1, "train", scored[: self._config.telemetry.samples_per_step])
-        self._so_far.skipped_updates += report.bad_updates
+        self._keep_samples(step + 1, "train", self._shown(scored))
         groups = len({rollout.group_id for rollout in batch.rollouts})
         return {
             **measure.sample_metrics(scored, constant, groups, self._world),
             **report.metrics,
             **measure.token_metrics(self._queue, self._world),
-            "train/skipped_steps": self._so_far.skipped_updates,
+            "train/skipped_steps": report.bad_updates,
             "sync/bytes": sum(moved),
             "sync/version": step + 1,
             "memory/peak_bytes": measure.peak_memory(self._world),
             "tokens/step": self._world.sum([self._queue.tokens.generated - before])[0],
+            "tokens/step_trained": self._world.sum([self._queue.tokens.trained - before_trained])[0],
         }
+
+    def _shown(self, scored: Sequence[Scored]) -> list[Scored]:
+        """The samples of a step that are kept: the first few, and every one on any rank that could not be scored."""
+        failed = [one for part in self._world.gather([one for one in scored if one.score.failure]) for one in part]
+        first = [one for one in scored[: self._config.telemetry.samples_per_step] if not one.score.failure]
+        return first + failed
 
     def _learn(self, batch: Batch) -> StepReport:
         self._parts.watch.progress.phase("train", 1)
         with self._parts.watch.timer("train"):
-            self._parts.trainer.onload()
             report = self._parts.trainer.step(batch)
         self._parts.watch.progress.advance()
         return report
@@ -148,24 +154,24 @@ class ColocatedRun:
 
     def _end(self, batch: Batch, report: StepReport, step: int) -> None:
         """End the reservations of the batch and write the ledger."""
-        trained = sorted({(rollout.group_id, rollout.source_row) for rollout in batch.rollouts})
-        for group_id, _ in trained:
-            if report.updates:
-                self._queue.end_trained(group_id)
-            else:
+        groups = sorted({(rollout.group_id, rollout.source_row) for rollout in batch.rollouts})
+        trained = [(group_id, row) for group_id, row in groups if group_id not in report.skipped_groups]
+        for group_id, _ in groups:
+            if group_id in report.skipped_groups:
                 self._queue.end_dropped(group_id, "bad_update")
-        ended = self._world.gather((trained, self._queue.reasons))
-        self._queue.reasons = Counter()
+            else:
+                self._queue.end_trained(group_id)
+        ended = self._world.gather((trained, self._queue.drain_reasons()))
         rows = [row for _, row in sorted(pair for pairs, _ in ended for pair in pairs)]
         if self._parts.log is not None:
             dropped = dict(sum((reasons for _, reasons in ended), Counter()))
-            self._parts.log.ledger(step, {"trained" if report.updates else "bad_update": rows, "dropped": dropped})
+            self._parts.log.ledger(step, {"trained": rows, "dropped": dropped})
 
     def _finish_step(self, step: int, metrics: dict[str, Any]) -> None:
-        new = metrics.pop("tokens/step")
+        new, trained = metrics.pop("tokens/step"), metrics.pop("tokens/step_trained")
         times = self._parts.watch.timer.metrics()
         metrics |= times
-        metrics |= measure.rate_metrics(times, new)
+        metrics |= measure.rate_metrics(times, new, trained)
         metrics["sync/seconds"] = times.get("time/sync", 0.0)
         self._log(step, metrics)
         self._parts.watch.progress.step(step, metrics)
@@ -223,10 +229,13 @@ class ColocatedRun:
         return evaluation.metrics
 
     def _keep_best(self, step: int, score: float) -> None:
+        def fill(directory: Path) -> None:
+            self._export(directory)
+            if self._world.first:  # inside, so that the weights can never be under another step's name
+                (directory / "best.json").write_text(json.dumps({"step": step, "score": score}) + "\n")
+
         try:
-            write_directory(self._parts.run_dir / "best", self._export, self._world)
-            if self._world.first:
-                write_aside(self._parts.run_dir / "best.json", f'{{"step": {step}, "score": {score}}}\n')
+            write_directory(self._parts.run_dir / "best", fill, self._world)
         except (OSError, SafetensorError) as error:
             raise RunError(f"the best model so far could not be written: {error}; make room and resume") from error
 

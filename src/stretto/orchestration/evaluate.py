@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stretto.config.run import RunConfig
 from stretto.orchestration.rollouts import EVAL, Job, RolloutPhase, Scored, Watch, sample_seed
+from stretto.orchestration.selection import check_failures
 from stretto.telemetry.metrics import mean_std
 from stretto.types import FinishReason, Prompt, Sampling
 from stretto.world import World
@@ -34,7 +35,9 @@ class Evaluator:
         return bool(self._prompts)
 
     def run(self, watch: Watch) -> Evaluation:
-        """Generate and score. A sample that could not be scored is counted and left out, never taken for 0."""
+        """Generate and score. A sample that could not be scored is counted and left out, never taken for 0;
+        RunError beyond reward.max_failed_share.
+        """
         evaluation, rollout = self._config.eval, self._config.rollout
         sampling = Sampling(
             max_new_tokens=rollout.max_new_tokens,
@@ -51,6 +54,9 @@ class Evaluator:
             for at in range(self._world.rank, len(self._prompts), self._world.size)
         ]
         mine = self._phase.run(jobs, sampling, watch, "eval")
+        self._world.barrier("an evaluation")
+        for text in check_failures(mine, self._config, self._world):
+            watch.progress.note(f"held out, not scored: {text}")
         everyone = [one for part in self._world.gather(mine) for one in part]
         everyone.sort(key=lambda one: (one.rollout.group_id, one.index))
         return Evaluation(_metrics(everyone), [one for one in everyone if one.rollout.group_id < _SHOWN])

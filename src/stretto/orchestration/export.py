@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from stretto.orchestration.checkpoint import CheckpointStore, sync_tree
+from stretto.files import sync_tree
+from stretto.orchestration.checkpoint import CheckpointStore
 from stretto.world import World
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-from contextlib import suppress
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -16,6 +14,7 @@ from stretto.config import RunConfig, dump_toml
 from stretto.data import PromptSet, load_prompts
 from stretto.data.procedural import is_procedural
 from stretto.data.sources import FILES, read_rows
+from stretto.memory import available_memory
 from stretto.models import checkpoint as models
 from stretto.models.smollm2 import INSTALL, cache_directory
 from stretto.orchestration.footprint import Cut, Footprint, Slabs, footprint, passes, slabs
@@ -174,15 +173,7 @@ def _memory_lines(forecast: Footprint, world: World) -> list[str]:
 
 
 def _available(world: World) -> int | None:
-    """Bytes left on the device; on CPU those of the machine, within the limit of this control group."""
+    """Bytes left on the device; on CPU those of the machine."""
     if world.device.type == "cuda":
         return torch.cuda.mem_get_info(world.device)[0]
-    bounds: list[int] = []
-    with suppress(OSError):  # not Linux
-        table = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        bounds += [int(table[1]) * 1024] if table else []
-    with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
-        group = Path("/sys/fs/cgroup")
-        used = int((group / "memory.current").read_text())
-        bounds.append(int((group / "memory.max").read_text()) - used)
-    return min(bounds, default=None)
+    return available_memory()

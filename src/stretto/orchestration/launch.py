@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from stretto.config import RunConfig, load_config
+from stretto.errors import RunError
 from stretto.models.checkpoint import load_model
 from stretto.orchestration.checkpoint import CheckpointStore
 from stretto.orchestration.colocate import ColocatedRun, Parts, Progressed, RunResult
 from stretto.orchestration.live import Live, Model, engine_dtype
 from stretto.orchestration.queue import TokenCounts
-from stretto.orchestration.record import record
+from stretto.orchestration.record import open_out, record
 from stretto.orchestration.rollouts import Watch
-from stretto.orchestration.rundir import claim, create, replayed
+from stretto.orchestration.rundir import check_new, claim, create, next_incarnation, replayed
 from stretto.orchestration.sources import ReplaySource
 from stretto.telemetry.metrics import PhaseTimer
 from stretto.telemetry.progress import Progress, open_progress
 from stretto.telemetry.report import write_report
 from stretto.telemetry.runlog import RunLog, rewind
+from stretto.telemetry.sinks import check_sinks
 from stretto.trainers.fsdp import FSDPTrainer
 from stretto.types import Version
 from stretto.world import World, join_world, leave_world
@@ -33,8 +35,10 @@ def train(config: RunConfig, resume: Path | None = None, replay: Path | None = N
     """
     if resume is not None:
         return _go_on(config, resume)
-    with _world() as world:
-        return _run(config, world, replay, lambda: create(config, world, replay), Progressed())
+    with _world(config) as world:
+        check_new(config, world)
+        check_sinks(config.telemetry)
+        return _run(config, world, replay, lambda resolved: _new(resolved, world, replay), Progressed())
 
 
 def resume(run_dir: Path) -> RunResult:
@@ -45,19 +49,28 @@ def resume(run_dir: Path) -> RunResult:
 
 
 def _go_on(config: RunConfig, run_dir: Path) -> RunResult:
-    with _world() as world:
+    with _world(config) as world, claim(run_dir, world):
+        check_sinks(config.telemetry)
         store = CheckpointStore(run_dir, config.checkpoint.keep, world)
-        step = store.latest()
+        step = world.from_first(store.latest())
         progressed = Progressed() if step is None else _restore(store, step, world)
-        return _run(config, world, replayed(run_dir), lambda: run_dir, progressed)
+        return _run(config, world, replayed(run_dir), lambda _: nullcontext(run_dir), progressed)
+
+
+@contextmanager
+def _new(config: RunConfig, world: World, replay: Path | None) -> Iterator[Path]:
+    """A run directory made for `config` and held."""
+    run_dir = create(config, world, replay)
+    with claim(run_dir, world):
+        yield run_dir
 
 
 def _restore(store: CheckpointStore, step: int, world: World) -> Progressed:
-    """A checkpoint's own state, as a new incarnation; the token totals go on at the first rank."""
+    """A checkpoint's own state; the token totals go on at the first rank."""
     saved = store.read(step)
     try:
-        tokens = TokenCounts(**saved["tokens"]) if world.first else TokenCounts()
-        return Progressed(**saved | {"tokens": tokens, "incarnation": saved["incarnation"] + 1})
+        saved["tokens"] = TokenCounts(**saved["tokens"]) if world.first else TokenCounts()
+        return Progressed(**saved)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"cannot read the checkpoint {store.path(step)}: its run.json is not one of this version of stretto "
@@ -66,8 +79,8 @@ def _restore(store: CheckpointStore, step: int, world: World) -> Progressed:
 
 
 @contextmanager
-def _world() -> Iterator[World]:
-    world = join_world()
+def _world(config: RunConfig) -> Iterator[World]:
+    world = join_world(config.rollout.timeout_s)
     try:
         yield world
     finally:
@@ -75,18 +88,22 @@ def _world() -> Iterator[World]:
 
 
 def _run(
-    config: RunConfig, world: World, replay: Path | None, directory: Callable[[], Path], progressed: Progressed
+    config: RunConfig,
+    world: World,
+    replay: Path | None,
+    directory: Callable[[RunConfig], AbstractContextManager[Path]],
+    progressed: Progressed,
 ) -> RunResult:
-    """Check all input, then make (or claim) the run directory, then turn the loop."""
+    """Check all input, then enter the run directory, then turn the loop."""
     model = Model.load(config)
     with ExitStack() as stack:
-        recorded = ReplaySource(config, world, replay, model.vocabulary) if replay is not None else None
+        recorded = ReplaySource(config, world, replay, model) if replay is not None else None
         live = Live.open(config, world, model, stack) if recorded is None else None
         if recorded is not None:
             config = config.model_copy(update={"steps": recorded.steps})
         trainer = FSDPTrainer(model.directory, config, world)
-        run_dir = directory()
-        stack.enter_context(claim(run_dir, world))
+        run_dir = stack.enter_context(directory(config))
+        progressed.incarnation = next_incarnation(run_dir, world)
         checkpoints = CheckpointStore(run_dir, config.checkpoint.keep, world)
         if progressed.step:
             trainer.load(checkpoints.path(progressed.step) / "state")
@@ -106,8 +123,8 @@ def _run(
             run_dir=run_dir,
             export_dtype=engine_dtype(config, world),
         )
-        _tell_dropped(live, progress)
-        result = ColocatedRun(parts, progressed).run()
+        _tell(live, recorded, progress)
+        result = _turn(parts, progressed)
     if world.first:
         _conclude(result)
     return result
@@ -123,10 +140,21 @@ def _open_log(run_dir: Path, config: RunConfig, progressed: Progressed) -> RunLo
     return RunLog(run_dir, config.telemetry)
 
 
-def _tell_dropped(live: Live | None, progress: Progress) -> None:
+def _turn(parts: Parts, progressed: Progressed) -> RunResult:
+    """Run the loop. Input was checked before it, so a ValueError in it is a failure of the run, said by its rank."""
+    try:
+        return ColocatedRun(parts, progressed).run()
+    except ValueError as error:
+        raise RunError(f"{type(error).__name__}: {error} (STRETTO_DEBUG=1 shows where)") from error
+
+
+def _tell(live: Live | None, recorded: ReplaySource | None, progress: Progress) -> None:
+    """Notes before the first step: rows that were left out, or what a replay does not do."""
     for reason, count in live.data.dropped.items() if live else ():
         if count:
             progress.note(f"left out {count} rows: {reason.replace('_', ' ')}")
+    if recorded is not None:
+        progress.note(f"replays {recorded.steps} steps of recorded rollouts: no engine, no rewards, no evaluation")
 
 
 def _conclude(result: RunResult) -> None:
@@ -138,8 +166,14 @@ def _conclude(result: RunResult) -> None:
 
 
 def rollout(config: RunConfig, out: Path | None) -> None:
-    """Generate and score every prompt with the checkpoint as it is; one recorded rollout a line to `out` or stdout."""
-    with _world() as world, ExitStack() as stack:
+    """Generate and score every prompt with the checkpoint as it is; one recorded rollout a line to `out` or stdout.
+
+    Raises ValueError for bad input, for an `out` that exists, and for more than one process.
+    """
+    with _world(config) as world, ExitStack() as stack:
+        if world.size > 1:
+            raise ValueError(f"stretto rollout runs in one process, not {world.size}; start it without torchrun")
+        file = stack.enter_context(open_out(out))
         model = Model.load(config)
         live = Live.open(config, world, model, stack)
         weights: Any = load_model(model.directory, engine_dtype(config, world))
@@ -149,4 +183,4 @@ def rollout(config: RunConfig, out: Path | None) -> None:
         live.engine.prepare(version)
         live.engine.commit(version)
         live.engine.resume()
-        record(config, live.data.train, live.phase, out)
+        record(config, live.data.train, live.phase, file, model.tokenizer_digest)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +12,7 @@ from stretto.data import PromptSet, PromptStream, load_prompts
 from stretto.engines.embedded import EmbeddedEngine
 from stretto.models import checkpoint as models
 from stretto.orchestration.evaluate import Evaluator
+from stretto.orchestration.model import Model
 from stretto.orchestration.rollouts import RolloutPhase
 from stretto.orchestration.sources import LiveSource
 from stretto.rewards import RewardPool
@@ -23,27 +22,6 @@ from stretto.sync.transports import AliasTransport, LocalTransport
 from stretto.sync.transports.alias import can_alias
 from stretto.trainers import Trainer
 from stretto.world import World
-
-
-@dataclass(frozen=True)
-class Model:
-    """The checkpoint that a run starts from."""
-
-    directory: Path
-    tokenizer: Any
-    max_length: int
-
-    @classmethod
-    def load(cls, config: RunConfig) -> Model:
-        """Find it, read its configuration and its tokenizer. Raises ValueError for what cannot be read."""
-        directory = models.resolve(config.model.path)
-        longest = models.longest_sequence(models.load_config(directory), config.model.max_length)
-        return cls(directory, models.load_tokenizer(directory), longest)
-
-    @property
-    def vocabulary(self) -> int:
-        """How many token ids the model has."""
-        return models.load_config(self.directory).get_text_config().vocab_size
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from stretto.orchestration.queue import InlineQueue
+from stretto.orchestration.queue import SampleQueue
 from stretto.orchestration.rollouts import Scored
 from stretto.telemetry.metrics import mean_std
 from stretto.types import FinishReason
@@ -48,23 +51,35 @@ def _row(one: Scored) -> dict[str, Any]:
     }
 
 
-def token_metrics(queue: InlineQueue, world: World) -> dict[str, float]:
+def token_metrics(queue: SampleQueue, world: World) -> dict[str, float]:
     """tokens/*: running totals over all ranks."""
     tokens = queue.tokens
-    values = world.sum([tokens.generated, tokens.trained, tokens.dropped, tokens.in_flight])
+    values = world.sum([tokens.generated, tokens.trained, tokens.dropped, queue.in_flight_tokens()])
     names = ("tokens/generated", "tokens/trained", "tokens/dropped", "tokens/in_flight")
     return {name: int(value) for name, value in zip(names, values, strict=True)}
 
 
-def rate_metrics(times: Mapping[str, float], new_tokens: float) -> dict[str, float]:
+def rate_metrics(times: Mapping[str, float], new_tokens: float, trained_tokens: float) -> dict[str, float]:
     """Tokens per second of the step and of its rollout and training phases."""
-    rates = {"tokens/per_s": "time/step", "rollout/tokens_per_s": "time/rollout", "train/tokens_per_s": "time/train"}
-    return {name: new_tokens / times[phase] for name, phase in rates.items() if times.get(phase)}
+    rates = {
+        "tokens/per_s": ("time/step", new_tokens),
+        "rollout/tokens_per_s": ("time/rollout", new_tokens),
+        "train/tokens_per_s": ("time/train", trained_tokens),
+    }
+    return {name: tokens / times[phase] for name, (phase, tokens) in rates.items() if times.get(phase)}
 
 
 def peak_memory(world: World) -> float:
     """The most bytes that any rank had: allocated device memory on CUDA, resident memory on CPU."""
     if world.device.type == "cuda":
         return world.max([torch.cuda.max_memory_allocated()])[0]
+    return world.max([_peak_resident()])[0]
+
+
+def _peak_resident() -> int:
+    """Bytes; from /proc where there is one, since `ru_maxrss` of a child begins at what its parent had."""
+    with suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        return int(re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
-    return world.max([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit])[0]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -60,6 +60,19 @@ class SampleQueue(Protocol):
         """Seconds since the oldest unended reservation was made; 0 when there is none."""
         ...
 
+    @property
+    def tokens(self) -> TokenCounts:
+        """Response tokens since the run began."""
+        ...
+
+    def in_flight_tokens(self) -> int:
+        """Response tokens of samples offered and not ended, counted from what the queue holds."""
+        ...
+
+    def drain_reasons(self) -> Counter[str]:
+        """Samples dropped since the last call, by reason."""
+        ...
+
 
 @dataclass
 class _Group:
@@ -134,6 +147,16 @@ class InlineQueue:
     def oldest_s(self) -> float:
         """See the contract."""
         return max((time.monotonic() - group.reserved_at for group in self._groups.values()), default=0.0)
+
+    def in_flight_tokens(self) -> int:
+        """See the contract."""
+        held = (rollout for group in self._groups.values() for rollout in group.offered.values())
+        return sum(len(rollout.response_ids) for rollout in held)
+
+    def drain_reasons(self) -> Counter[str]:
+        """See the contract."""
+        drained, self.reasons = self.reasons, Counter()
+        return drained
 
     def _end(self, group_id: int) -> _Group:
         group = self._groups[group_id]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -14,14 +15,51 @@ from stretto.telemetry.progress import Progress
 from stretto.types import Prompt
 
 
-def record(config: RunConfig, prompts: Sequence[Prompt], phase: RolloutPhase, out: Path | None) -> None:
-    """Generate in batches of `rollout.prompts_per_step` and write as they come; a summary goes to stderr."""
+@contextmanager
+def open_out(path: Path | None) -> Iterator[TextIO]:
+    """A new file at `path` (None: standard output); when nothing was written by the time of a failure, it goes again.
+
+    Raises ValueError when the file exists or cannot be made.
+    """
+    if path is None:
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    with _create(path) as file:
+        try:
+            yield file
+        except BaseException:
+            if not file.tell():
+                path.unlink()
+            raise
+
+
+def _create(path: Path) -> TextIO:
+    try:
+        return open(path, "x")
+    except FileExistsError:
+        raise ValueError(f"{path} exists; remove it, or name another file with --out") from None
+    except FileNotFoundError:
+        raise ValueError(f"there is no directory {path.parent}; make it, or name another file with --out") from None
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+
+
+def record(config: RunConfig, prompts: Sequence[Prompt], phase: RolloutPhase, file: TextIO, tokenizer: str) -> None:
+    """Generate in batches of `rollout.prompts_per_step` and write as they come; a summary goes to stderr.
+
+    Every line says which `tokenizer` (its digest) its token ids belong to.
+    """
     watch = Watch(PhaseTimer(), Progress())
     written: list[Scored] = []
-    with open(out, "w") if out is not None else _Stdout() as file:
-        for start in range(0, len(prompts), config.rollout.prompts_per_step):
-            part = range(start, min(len(prompts), start + config.rollout.prompts_per_step))
-            written += _batch(config, prompts, part, phase, watch, file)
+    for start in range(0, len(prompts), config.rollout.prompts_per_step):
+        part = range(start, min(len(prompts), start + config.rollout.prompts_per_step))
+        for one in _batch(config, prompts, part, phase, watch):
+            written.append(one)
+            if one.score.failure is None:
+                print(one.rollout.to_json(tokenizer=tokenizer), file=file, flush=True)
+            else:
+                print(f"not scored: row {one.rollout.source_row}: {one.score.failure.detail}", file=sys.stderr)
     rewards = [one.rollout.reward for one in written if one.rollout.reward is not None]
     mean = f", mean reward {mean_std(rewards)[0]:.4f}" if rewards else ""
     failed = len(written) - len(rewards)
@@ -29,7 +67,7 @@ def record(config: RunConfig, prompts: Sequence[Prompt], phase: RolloutPhase, ou
 
 
 def _batch(
-    config: RunConfig, prompts: Sequence[Prompt], part: range, phase: RolloutPhase, watch: Watch, file: TextIO
+    config: RunConfig, prompts: Sequence[Prompt], part: range, phase: RolloutPhase, watch: Watch
 ) -> list[Scored]:
     jobs = [
         Job(
@@ -39,20 +77,4 @@ def _batch(
         )
         for at in part
     ]
-    scored = phase.run(jobs, train_sampling(config), watch, "rollout")
-    for one in scored:
-        if one.score.failure is None:
-            print(one.rollout.to_json(), file=file, flush=True)
-        else:
-            print(f"not scored: row {one.rollout.source_row}: {one.score.failure.detail}", file=sys.stderr)
-    return scored
-
-
-class _Stdout:
-    """Standard output as a context that does not close it."""
-
-    def __enter__(self) -> TextIO:
-        return sys.stdout
-
-    def __exit__(self, *_: object) -> None:
-        sys.stdout.flush()
+    return phase.run(jobs, train_sampling(config), watch, "rollout")

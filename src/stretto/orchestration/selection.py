@@ -44,17 +44,17 @@ def take_batch(queue: SampleQueue, config: RunConfig) -> tuple[Batch, int]:
 
 
 def check_failures(scored: Sequence[Scored], config: RunConfig, world: World) -> list[str]:
-    """This rank's failures in words. RunError when their share over all ranks is beyond reward.max_failed_share."""
-    failed = [
+    """All ranks' failures in words. RunError when their share is beyond reward.max_failed_share."""
+    mine = [
         f"row {one.rollout.source_row}, sample {one.index}: reward {failure.reward} {failure.kind}: {failure.detail}"
         for one in scored
         if (failure := one.score.failure) is not None
     ]
-    count, total = world.sum([len(failed), len(scored)])
-    if count > config.reward.max_failed_share * total:
-        example = next((text for texts in world.gather(failed) for text in texts), "")
+    failed = [text for texts in world.gather(mine) for text in texts]
+    total = int(world.sum([len(scored)])[0])
+    if len(failed) > config.reward.max_failed_share * total:
         raise RunError(
-            f"{count:.0f} of {total:.0f} samples of this step could not be scored, more than reward.max_failed_share = "
-            f"{config.reward.max_failed_share:g} allows. The first: {example}"
+            f"{len(failed)} of {total} samples could not be scored, more than reward.max_failed_share = "
+            f"{config.reward.max_failed_share:g} allows. The first: {failed[0]}"
         )
     return failed

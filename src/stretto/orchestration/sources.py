@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Protocol
 
 from stretto.config.run import RunConfig
 from stretto.data import PromptStream
+from stretto.orchestration.model import Model
 from stretto.orchestration.rollouts import TRAIN, Job, RolloutPhase, Scored, Watch, sample_seed, train_sampling
 from stretto.types import Rollout, Score
 from stretto.world import World
@@ -45,12 +47,12 @@ class LiveSource:
 class ReplaySource:
     """Reads recorded rollouts; groups come in the file's order, one after the other.
 
-    Raises ValueError for a file that cannot be trained on by a model of `vocabulary` token ids.
+    Raises ValueError for a file that cannot be trained on by `model`.
     """
 
-    def __init__(self, config: RunConfig, world: World, path: Path, vocabulary: int):
+    def __init__(self, config: RunConfig, world: World, path: Path, model: Model):
         self._config, self._world = config, world
-        self._groups = list(read_groups(path, vocabulary).values())
+        self._groups = list(read_groups(path, model).values())
         self.steps = min(config.steps, len(self._groups) // config.rollout.prompts_per_step)
         if not self.steps:
             raise ValueError(
@@ -67,8 +69,8 @@ class ReplaySource:
         ]
 
 
-def read_groups(path: Path, vocabulary: int) -> dict[int, list[Rollout]]:
-    """Recorded rollouts by group id, checked to be of a model of `vocabulary` token ids.
+def read_groups(path: Path, model: Model) -> dict[int, list[Rollout]]:
+    """Recorded rollouts by group id, checked to be what `model` can train on.
 
     Raises ValueError naming the file and line that is wrong.
     """
@@ -79,23 +81,39 @@ def read_groups(path: Path, vocabulary: int) -> dict[int, list[Rollout]]:
         raise ValueError(f"cannot read the recorded rollouts {path}: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):
         try:
-            rollout = Rollout.from_json(line)
-            _check(rollout, vocabulary)
-        except ValueError as error:
+            raw = json.loads(line)
+            rollout = Rollout.from_dict(raw)
+            _check(rollout, model)
+            if raw.get("tokenizer", model.tokenizer_digest) != model.tokenizer_digest:
+                raise ValueError(
+                    "recorded with another tokenizer, whose token ids mean other text: record with this model"
+                )
+            group = groups.setdefault(rollout.group_id, [])
+            if group and group[0].prompt_ids != rollout.prompt_ids:
+                raise ValueError(f"group {rollout.group_id} has two prompts: were two recordings put into one file?")
+        except (ValueError, AttributeError) as error:  # AttributeError: a line that is no table
             raise ValueError(f"{path}, line {number}: {error}") from error
-        groups.setdefault(rollout.group_id, []).append(rollout)
+        group.append(rollout)
     return groups
 
 
-def _check(rollout: Rollout, vocabulary: int) -> None:
+def _check(rollout: Rollout, model: Model) -> None:
     if rollout.reward is None:
         raise ValueError("the rollout has no reward; record with stretto rollout --reward")
+    if not rollout.prompt_ids or not rollout.response_ids:
+        raise ValueError("a rollout needs a prompt and a response of at least one token each")
+    if len(rollout.prompt_ids) + len(rollout.response_ids) > model.max_length:
+        raise ValueError(f"prompt and response are longer than the model's {model.max_length} tokens")
+    if any(keep not in (0, 1) for keep in rollout.loss_mask_T):
+        raise ValueError("loss_mask_T has values other than 0 and 1")
+    if not isinstance(rollout.temperature, int | float) or not 0 < rollout.temperature < math.inf:
+        raise ValueError(f"the temperature is {rollout.temperature!r}, not a number above 0")
     for name, values in (("reward", (rollout.reward,)), ("log-prob", rollout.logprobs_T)):
         for value in values:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"the {name} is {value!r}, not a finite number")
     for token in (*rollout.prompt_ids, *rollout.response_ids):
-        if not isinstance(token, int) or not 0 <= token < vocabulary:
+        if not isinstance(token, int) or not 0 <= token < model.vocabulary:
             raise ValueError(
-                f"token id {token!r} is outside the model's vocabulary of {vocabulary}: record with this model"
+                f"token id {token!r} is outside the model's vocabulary of {model.vocabulary}: record with this model"
             )

@@ -18,7 +18,7 @@ from stretto.rewards.outcomes import Outcome, group_outcomes, one_outcome, raise
 from stretto.rewards.sample import Sample
 from stretto.types import Failure
 
-_GROUP_NAMES = frozenset({"prompts", "completions", "completion_ids"})
+_GROUP_NAMES = frozenset({"prompts", "completions", "completion_ids", "log_extra", "log_metric"})
 _SAMPLE_NAMES = frozenset({"prompt", "completion", "completion_ids", "messages"})
 _VERL_NAMES = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 
@@ -37,11 +37,8 @@ class Adapter:
         there = self._names(columns)
         for parameter in self.parameters:
             if _needs_value(parameter) and parameter.name not in there:
-                near = difflib.get_close_matches(parameter.name, columns, n=1)
-                hint = f" (nearest: {near[0]})" if near else ""
                 raise ValueError(
-                    f"reward {self.reward} asks for `{parameter.name}`, but the columns of the row are "
-                    f"{', '.join(sorted(columns)) or 'none'}{hint}; rename one, or give the parameter a default"
+                    f"reward {self.reward} asks for `{parameter.name}`, {_why_not(parameter.name, there, columns)}"
                 )
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome] | Failure:
@@ -71,6 +68,7 @@ class Adapter:
         supply["prompts"] = [_trl_prompt(sample) for sample in samples]
         supply["completions"] = [_trl_completion(sample) for sample in samples]
         supply["completion_ids"] = [list(sample.completion_ids) for sample in samples]
+        supply["log_extra"] = supply["log_metric"] = _log_nowhere
         (values,) = self._call_each([supply])
         if isinstance(values, Failure):
             return values
@@ -135,6 +133,22 @@ def _style(parameters: Sequence[inspect.Parameter]) -> str:
 def _needs_value(parameter: inspect.Parameter) -> bool:
     variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return not variadic and parameter.default is parameter.empty
+
+
+def _why_not(name: str, there: Collection[str], columns: Collection[str]) -> str:
+    """The rest of the sentence that says that a reward cannot have `name`."""
+    if name == "trainer_state":
+        return (
+            "but rewards run in worker processes, which have no trainer; give the parameter a default, or leave it out"
+        )
+    near = difflib.get_close_matches(name, there, n=1)
+    hint = f" (nearest: {near[0]})" if near else ""
+    available = sorted(there, key=lambda one: (one not in columns, one))
+    return f"but it can only have {', '.join(available)}{hint}; rename one, or give the parameter a default"
+
+
+def _log_nowhere(*_args: Any, **_keywords: Any) -> None:
+    """TRL hands out `log_extra` and `log_metric` for its own logs, which a worker does not have."""
 
 
 def _bind(parameters: Sequence[inspect.Parameter], supply: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -77,7 +77,9 @@ def make_reasoning_gym() -> Callable[..., float]:
 
 
 def _extra_missing(name: str, error: ModuleNotFoundError) -> ValueError:
-    return ValueError(f"reward {name} needs the package {error.name}: pip install 'stretto[rewards]'")
+    return ValueError(
+        f"reward {name} needs the package {error.name}, which is not installed: pip install {name.replace('_', '-')}"
+    )
 
 
 BUILTINS: dict[str, Callable[[], Callable[..., Any]]] = {

@@ -12,7 +12,8 @@ class Receiver(Protocol):
 
     def prepare(self, version: Version) -> None: ...
     def commit(self, version: Version) -> None: ...
-    def resume(self) -> None: ...
+    def cancel(self, version: Version) -> None: ...
+    def fail(self, version: Version) -> None: ...
 
 
 class Transport(Protocol):
@@ -20,8 +21,11 @@ class Transport(Protocol):
 
     name: str
 
-    def transfer(self) -> int:
-        """Bring every tensor over; returns the bytes that moved. All trainer ranks call together."""
+    def transfer(self, version: Version) -> int:
+        """Bring every tensor of `version` over; returns the bytes that moved. All trainer ranks call together.
+
+        Inside one process nothing needs the version; a delta, a push over HTTP and a directory are named by it.
+        """
         ...
 
     def verify(self) -> None:
@@ -33,8 +37,8 @@ class Publisher:
     """Publishes versions into one engine; the engine serves the old version or the new one, never a mixture.
 
     `open` comes before the optimizer step, `close` after it: in between no token is computed, so an engine that shares
-    the trainer's tensors never reads half a step. A failure raises here and leaves the engine paused, since its weights
-    may be mixed; the next publication that goes through lets it serve again.
+    the trainer's tensors never reads half a step. When `close` fails, it raises here and the engine refuses, since its
+    weights may be mixed, until the next publication that goes through.
     """
 
     def __init__(self, engine: Receiver, transport: Transport):
@@ -53,11 +57,25 @@ class Publisher:
         self._pending = version
 
     def close(self) -> int:
-        """Transfer, verify, commit, and let the engine serve the new version; returns the bytes that moved."""
+        """Transfer, verify and commit, so that the engine serves the new version; returns the bytes that moved."""
         assert self._pending is not None, "open comes first"
         version, self._pending = self._pending, None
-        moved = self._transport.transfer()
-        self._transport.verify()
+        try:
+            moved = self._transport.transfer(version)
+            self._transport.verify()
+        except BaseException:  # an interrupt leaves half a version as well
+            self._engine.fail(version)
+            raise
         self._engine.commit(version)
-        self._engine.resume()
         return moved
+
+    def cancel(self) -> None:
+        """Give up what `open` began, before anything was written: the engine serves the old version on.
+
+        Where the engine shares the trainer's tensors, an optimizer step that changed a weight was a write. Raises
+        RuntimeError once the transfer has begun.
+        """
+        if self._pending is None:
+            raise RuntimeError("nothing to cancel: no publication is open, or its transfer has begun")
+        version, self._pending = self._pending, None
+        self._engine.cancel(version)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stretto.files import sync_directory
+
 
 def to_line(record: Mapping[str, Any]) -> str:
     """One line of strict JSON. Finite floats keep every bit; nan, inf and -inf become those strings.
@@ -56,7 +58,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def mend_tail(path: Path) -> None:
@@ -68,12 +70,3 @@ def mend_tail(path: Path) -> None:
         finished = file.read(1) == b"\n"
     if not finished:
         keep_lines(path, lambda record: True)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename in ``directory`` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

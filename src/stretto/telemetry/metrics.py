@@ -82,7 +82,9 @@ METRICS: dict[str, Metric] = {
     "time/sync": Metric("Sync", "Seconds spent publishing weights."),
     "time/eval": Metric("Evaluation", "Seconds spent evaluating."),
     "time/checkpoint": Metric("Checkpoint", "Seconds spent saving."),
-    "time/step": Metric("Step", "Seconds of the whole step, everything included."),
+    "time/step": Metric(
+        "Step", "Seconds since the previous step was logged; saving a checkpoint counts in the next one."
+    ),
     "memory/peak_bytes": Metric("Peak memory", "Peak memory of the process (CPU) or of its device (CUDA), in bytes."),
 }
 

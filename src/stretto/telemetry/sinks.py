@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
+
+from stretto.config.sections import TelemetryConfig
 
 
 class Sink(Protocol):
@@ -16,6 +19,17 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def check_sinks(config: TelemetryConfig) -> None:
+    """Raise ValueError when a sink that `config` asks for has no package here."""
+    for package, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb is not None)):
+        if wanted and find_spec(package) is None:
+            raise _missing(package)
+
+
+def _missing(package: str) -> ValueError:
+    return ValueError(f"telemetry.{package} needs the package {package}, which is not installed: pip install {package}")
+
+
 class TensorBoardSink:
     """Event files in ``<run_dir>/tensorboard``. Steps after ``last_step`` that an earlier process wrote are hidden."""
 
@@ -23,9 +37,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ValueError(
-                "telemetry.tensorboard needs the tensorboard package: pip install 'stretto[tensorboard]'"
-            ) from error
+            raise _missing("tensorboard") from error
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -44,7 +56,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise ValueError("telemetry.wandb needs the wandb package: pip install 'stretto[wandb]'") from error
+            raise _missing("wandb") from error
         self._run: Any = wandb.init(
             project=project, name=run_dir.name, dir=str(run_dir), id=_run_id(run_dir), resume="allow"
         )

@@ -18,12 +18,14 @@ from stretto.types import Batch, Rollout
 class StepReport:
     """What a batch did to the model: metrics over all ranks, equal on each, and whether the weights changed.
 
-    `bad_updates` counts optimizer steps that were skipped for a non-finite loss or gradient.
+    `bad_updates` counts optimizer steps that were skipped for a non-finite loss or gradient; `skipped_groups` are the
+    groups of this rank that they would have trained on.
     """
 
     metrics: Mapping[str, float]
     updates: int
     bad_updates: int
+    skipped_groups: frozenset[int] = frozenset()
 
 
 class Trainer(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,6 @@ class EmbeddedEngine:
         self._max_length, self._max_sequences = max_length, max_sequences
         self._stop = StopRule(tokenizer, eos_ids)
         self._control = Control()
-        self._version = Version(0, 0)
-        self._prepared: Version | None = None
         self._ready = False
 
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
@@ -79,31 +77,31 @@ class EmbeddedEngine:
     @property
     def version(self) -> Version:
         """See the contract."""
-        return self._version
+        return self._control.version
 
-    def prepare(self, version: Version) -> None:
+    def prepare(self, version: Version, timeout_s: float = 60.0) -> None:
         """See the contract."""
-        if version <= self._version:
-            raise EngineError(f"version {version} is not newer than {self._version}, which is served")
-        self._prepared = version
-        self.pause()
+        self._control.prepare(version, timeout_s)
 
     def commit(self, version: Version) -> None:
         """See the contract."""
-        assert self._control.paused, "a version is committed between pause and resume"
-        self._version, self._prepared, self._ready = version, None, True
+        self._control.commit(version)
+        self._ready = True
 
-    def pause(self) -> None:
+    def cancel(self, version: Version) -> None:
         """See the contract."""
-        self._control.pause()
+        self._control.cancel(version)
+
+    def fail(self, version: Version) -> None:
+        """See the contract."""
+        self._control.fail(version)
+
+    def pause(self, timeout_s: float = 60.0) -> None:
+        """See the contract."""
+        self._control.pause(timeout_s)
 
     def resume(self) -> None:
         """See the contract."""
-        if self._prepared is not None:
-            raise EngineError(
-                f"version {self._prepared} was prepared and not committed, so the weights may be a mixture of two "
-                "versions; publish all of them again before the engine is resumed"
-            )
         self._control.resume()
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
@@ -120,13 +118,14 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """See the contract."""
-        self.abort()
+        self._control.close()
 
     def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
         """See the contract."""
         self._check(requests)
-        self._control.forget_aborts()
-        return self._generate(deque(requests), time.monotonic() + deadline_s)
+        stream = self._generate(deque(requests), time.monotonic() + deadline_s)
+        self._control.begin(stream)
+        return stream
 
     def _check(self, requests: Sequence[Request]) -> None:
         if not self._ready:
@@ -134,24 +133,31 @@ class EmbeddedEngine:
         vocabulary = self._module.get_input_embeddings().weight.shape[0]
         check_requests(requests, vocabulary=vocabulary, max_length=self._max_length)
 
-    def _generate(self, waiting: deque[Request], deadline: float) -> Iterator[Completion]:
+    def _generate(self, waiting: deque[Request], deadline: float) -> Generator[Completion]:
         if not waiting:
             return
         batch = self._new_batch(waiting)
-        while waiting or batch.groups:
+        while True:
+            yield from self._drop_aborted(batch, waiting)
+            if not waiting and not batch.groups:
+                return
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{len(batch.samples)} samples were unfinished and {len(waiting)} prompts not begun at the "
                     "deadline (rollout.timeout_s)"
                 )
-            yield from self._drop_aborted(batch, waiting)
-            with self._control.step(deadline), torch.inference_mode():
-                finished = self._admit(batch, waiting)
-                if batch.samples:
-                    ids, positions, step = batch.decode_step()
-                    logits_NV = self._forward(ids, positions, step, 0)
-                    finished += self._extend(batch, list(batch.samples), logits_NV)
+            with self._control.step(deadline) as may_compute, torch.inference_mode():
+                finished = self._advance(batch, waiting) if may_compute else []
             yield from finished
+
+    def _advance(self, batch: LiveBatch, waiting: deque[Request]) -> list[Completion]:
+        """Begin what there is room for, then one token for every live sample; returns what these tokens ended."""
+        finished = self._admit(batch, waiting)
+        if batch.samples:
+            ids, positions, step = batch.decode_step()
+            logits_NV = self._forward(ids, positions, step, 0)
+            finished += self._extend(batch, list(batch.samples), logits_NV)
+        return finished
 
     def _new_batch(self, waiting: deque[Request]) -> LiveBatch:
         sizes = [len(request.seeds) for request in waiting]
@@ -177,8 +183,11 @@ class EmbeddedEngine:
         opened = batch.open_waiting(batch.groups)
         free = batch.rows - len(batch.samples)
         requests: list[Request] = []
+        longest = 0
         while waiting and free > 0 and len(batch.groups) + len(requests) < batch.group_rows:
-            if requests and sum(len(request.prompt_ids) for request in requests) > _PREFILL_TOKENS:
+            longest = max(longest, len(waiting[0].prompt_ids))
+            # Attention pads each prompt to the longest, so that is what the budget bounds.
+            if requests and (len(requests) + 1) * longest > _PREFILL_TOKENS:
                 break
             requests.append(waiting.popleft())
             free -= len(requests[-1].seeds)
@@ -192,7 +201,7 @@ class EmbeddedEngine:
         ids, positions, last_G, step = batch.prefill_step(requests)
         logits_GV = self._forward(ids, positions, step, last_G)
         pairs = zip(requests, logits_GV, strict=True)
-        return batch.open_waiting([batch.open_group(request, row_V, self._version) for request, row_V in pairs])
+        return batch.open_waiting([batch.open_group(request, row_V, self.version) for request, row_V in pairs])
 
     def _extend(self, batch: LiveBatch, samples: list[Sample], logits_NV: Tensor) -> list[Completion]:
         """Draw one token for each sample; close and report those that it ends."""
@@ -201,10 +210,10 @@ class EmbeddedEngine:
             if not math.isfinite(logprob):
                 raise EngineError(
                     f"the model gives no finite log-prob for token {len(sample.ids)} of request "
-                    f"{sample.group.request.id} in version {self._version}: its weights or its activations overflowed"
+                    f"{sample.group.request.id} in version {self.version}: its weights or its activations overflowed"
                 )
             # The first token's logits were computed with the prompt, maybe before the latest publication.
-            sample.append(token, logprob, self._version if sample.ids else sample.group.version)
+            sample.append(token, logprob, self.version if sample.ids else sample.group.version)
         finished = []
         for sample in samples:
             reason = self._stop.reason(sample.ids, sample.group.request.sampling)

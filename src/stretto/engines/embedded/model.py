@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stretto.models.checkpoint import empty_model
+from stretto.models.checkpoint import empty_model, odd_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,10 +37,7 @@ def _attention(
 
 def _check_supported(config: Any) -> None:
     """Layers with a window or a state need caches of their own, which this engine does not have."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    odd = sorted(kinds - {"full_attention"}) or (["sliding_window"] if window and "layer_types" not in config else [])
-    if odd:
+    if odd := odd_layers(config):
         raise ValueError(
             f"the embedded engine serves full-attention models; {config.model_type} has {', '.join(odd)}. "
             "Such a model needs the SGLang or the vLLM engine"

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from stretto.types import Version
+
 
 def can_alias(source: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether an engine of `dtype` on `device` can generate with the trainer's own tensors."""
@@ -24,7 +26,7 @@ class AliasTransport:
     def __init__(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]):
         self._source, self._target = source, target
 
-    def transfer(self) -> int:
+    def transfer(self, version: Version) -> int:
         """Moves nothing."""
         return 0
 

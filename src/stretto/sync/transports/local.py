@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from stretto.types import Version
 from stretto.world import whole
 
 
@@ -24,7 +25,7 @@ class LocalTransport:
         self._filled: set[str] = set()
 
     @torch.no_grad()
-    def transfer(self) -> int:
+    def transfer(self, version: Version) -> int:
         """Fill every tensor of the engine; all ranks call together when the source is sharded."""
         source = self._source()
         self._filled.clear()

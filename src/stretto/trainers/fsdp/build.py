@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stretto.config.sections import TrainerConfig
-from stretto.models.checkpoint import load_model
+from stretto.models.checkpoint import load_model, odd_layers
 from stretto.trainers.fsdp.policy import Policy
 from stretto.world import World, ensure_group
 
@@ -53,11 +53,10 @@ def _shard(policy: Policy, compute: torch.dtype, master: torch.dtype, world: Wor
 
 def _check_packable(config: Any) -> None:
     """A packed row's mask replaces the model's own, so every layer must be full attention."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+    if odd := odd_layers(config):
         raise ValueError(
             f'trainer.batching = "packed" needs full-attention layers and {config.model_type} has '
-            f'{", ".join(sorted(kinds))}; set trainer.batching = "padded"'
+            f'{", ".join(odd)}; set trainer.batching = "padded"'
         )
 
 

@@ -70,9 +70,14 @@ class Policy(nn.Module):
         if recompute and torch.is_grad_enabled():
             # Only the hidden states are kept: a chunk's logits are computed again in the backward pass.
             return checkpoint(
-                _token_logprobs, self.model.lm_head, hidden_ND, target_N, temperature_N, use_reentrant=False
+                _token_logprobs,
+                self.model.get_output_embeddings(),
+                hidden_ND,
+                target_N,
+                temperature_N,
+                use_reentrant=False,
             )  # type: ignore[return-value]
-        return _token_logprobs(self.model.lm_head, hidden_ND, target_N, temperature_N)
+        return _token_logprobs(self.model.get_output_embeddings(), hidden_ND, target_N, temperature_N)
 
 
 def _token_logprobs(head: Any, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from stretto.algorithms.objective import Objective, Stats, TokenBatch, merge
+from stretto.algorithms.objective import Objective, Stats, merge
 from stretto.config.run import RunConfig
 from stretto.data.batching import MicroBatch, cut, filler, slot_offsets
 from stretto.errors import RunError
@@ -88,7 +89,8 @@ class FSDPTrainer:
             "train/lr": rate,
             "train/active_share": update.active_share,
         }
-        return StepReport(metrics | self._over_ranks(stats), updates=int(finite), bad_updates=int(not finite))
+        skipped = () if finite else {batch.rollouts[index].group_id for index in update.indices}
+        return StepReport(metrics | self._over_ranks(stats), int(finite), int(not finite), frozenset(skipped))
 
     def _counters(self) -> dict[str, int]:
         return {"updates": self._updates, "bad_in_a_row": self._bad_in_a_row}
@@ -110,25 +112,36 @@ class FSDPTrainer:
         micro_batches, passes = self._cut(batch.rollouts, update.active)
         total, stats = torch.zeros((), dtype=torch.float64, device=self._world.device), None
         for micro in micro_batches:
-            current_N, entropy_N = self._policy(micro)
-            if not self._objective.needs_entropy:
-                # Its graph would keep the logits of every chunk, recomputed, until the backward pass ends.
-                entropy_N = entropy_N.detach()
-            loss, part = self._objective(tokens.at(micro.slot_N, current_N, entropy_N))
+            loss, part = self._loss(tokens, micro)
             (loss * self._world.size).backward()  # sharded gradients are averaged over ranks; the loss is a sum
             total += loss.detach().double()
             stats = part if stats is None else merge(stats, part)
         if not passes:
-            stats = self._no_gradient()
+            stats = self._without_gradient(tokens, batch.rollouts, update)
         assert stats is not None
         return self._world.sum([float(total)])[0], stats
 
-    def _no_gradient(self) -> Stats:
-        """A gradient of exactly zero, without a pass."""
+    def _loss(self, tokens: FlatTokens, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        current_N, entropy_N = self._policy(micro)
+        if not self._objective.needs_entropy:
+            # Its graph would keep the logits of every chunk, recomputed, until the backward pass ends.
+            entropy_N = entropy_N.detach()
+        return self._objective(tokens.at(micro.slot_N, current_N, entropy_N))
+
+    @torch.no_grad()
+    def _without_gradient(self, tokens: FlatTokens, rollouts: Sequence[Rollout], update: Update) -> Stats:
+        """No sample has an advantage: a gradient of exactly zero, and a pass forward alone for what is reported."""
         for parameter in self._policy.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        nothing = torch.zeros(0, device=self._world.device)
-        return self._objective(TokenBatch(*[nothing] * 6, reference=nothing if self._reference else None))[1]
+        micro_batches = self._cut(rollouts, update.indices)[0] or [filler().to(self._world.device)]
+        stats = reduce(merge, (self._loss(tokens, micro)[1] for micro in micro_batches))
+        self._reshard(self._policy)
+        return stats
+
+    def _reshard(self, policy: nn.Module) -> None:
+        """After a pass without a backward: else the root stays gathered, deaf to an optimizer step before the next."""
+        if isinstance(policy, FSDPModule):
+            policy.reshard()
 
     @torch.no_grad()
     def _logprobs(self, policy: nn.Module, rollouts: Sequence[Rollout], indices: Sequence[int]) -> Tensor:
@@ -136,8 +149,7 @@ class FSDPTrainer:
         flat = torch.full((slot_offsets(rollouts)[-1],), torch.nan, device=self._world.device, dtype=torch.float64)
         for micro in self._cut(rollouts, indices)[0]:
             flat[micro.slot_N] = policy(micro)[0].double()
-        if isinstance(policy, FSDPModule):
-            policy.reshard()  # else the root stays gathered until a backward pass, deaf to an optimizer step before it
+        self._reshard(policy)
         return flat
 
     def _cut(self, rollouts: Sequence[Rollout], indices: Sequence[int]) -> tuple[list[MicroBatch], int]:
@@ -188,4 +200,5 @@ def _combine(reports: Sequence[StepReport]) -> StepReport:
             metrics[name] = values[-1]
         else:
             metrics[name] = max(values) if name.endswith(("_max", "_max_deviation")) else sum(values) / len(values)
-    return StepReport(metrics, sum(r.updates for r in reports), sum(r.bad_updates for r in reports))
+    skipped = frozenset(group for report in reports for group in report.skipped_groups)
+    return StepReport(metrics, sum(r.updates for r in reports), sum(r.bad_updates for r in reports), skipped)
