@@ -25,7 +25,6 @@ def test_ratio_is_one_and_engine_and_trainer_agree(request: pytest.FixtureReques
     engine.adopt(trainer.weights())
     engine.prepare(Version(1, 0))
     engine.commit(Version(1, 0))
-    engine.resume()
     rollouts = sample(engine, tokenizer)
     lengths = {len(rollout.response_ids) for rollout in rollouts}
     assert len(lengths) > 1, "mixed response lengths are the point"

@@ -182,5 +182,4 @@ def rollout(config: RunConfig, out: Path | None) -> None:
         version = Version(1, 0)
         live.engine.prepare(version)
         live.engine.commit(version)
-        live.engine.resume()
         record(config, live.data.train, live.phase, file, model.tokenizer_digest)
