@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A shell that starts this in the background has it ignore Ctrl-C, which every program that a test starts would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 

@@ -114,7 +114,7 @@ def test_what_toml_cannot_express_is_refused_by_name() -> None:
             "reward": {"functions": ["reasoning_gym"]},
         }
     )
-    with pytest.raises(ConfigError, match=r"data\.args has a value that TOML cannot express"):
+    with pytest.raises(ConfigError, match=r"data\.args or data\.template_args has a value that TOML cannot express"):
         dump_toml(config)
 
 
