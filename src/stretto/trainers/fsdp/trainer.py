@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from stretto.algorithms.objective import Objective, Stats, merge
+from stretto.algorithms.objective import Objective, Stats, merge, to_metrics
 from stretto.config.run import RunConfig
 from stretto.data.batching import MicroBatch, cut, filler, slot_offsets
 from stretto.errors import RunError
@@ -161,13 +161,10 @@ class FSDPTrainer:
         return [part.to(self._world.device) for part in parts], passes
 
     def _over_ranks(self, stats: Stats) -> dict[str, float]:
-        sums = self._world.sum([float(value) for value in stats.sums.values()])
-        maxima = self._world.max([float(value) for value in stats.maxima.values()])
-        named = dict(zip(stats.sums, sums, strict=True))
-        tokens = named.pop("tokens")
-        if not tokens:
-            return {}
-        return {name: value / tokens for name, value in named.items()} | dict(zip(stats.maxima, maxima, strict=True))
+        """The metrics of all ranks' tokens; one wait for the device each for the sums and the maxima."""
+        sums = self._world.sum(torch.stack([*stats.sums.values()]).tolist())
+        maxima = self._world.max(torch.stack([*stats.maxima.values()]).tolist())
+        return to_metrics(Stats(_named(stats.sums, sums), _named(stats.maxima, maxima)))
 
     def offload(self) -> None:
         """See the contract."""
@@ -189,6 +186,10 @@ class FSDPTrainer:
     def export(self, directory: Path, dtype: torch.dtype) -> None:
         """See the contract."""
         state.export(directory, self._policy, dtype, self._directory, self._world)
+
+
+def _named(names: Iterable[str], values: Sequence[float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in zip(names, values, strict=True)}
 
 
 def _combine(reports: Sequence[StepReport]) -> StepReport:
