@@ -115,3 +115,9 @@ def whole(tensor: Tensor) -> Tensor:
     """The full tensor on every rank: gathered when it is sharded (then all ranks must call), else the tensor itself."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard when it is sharded, else the tensor itself."""
+    shard = getattr(tensor, "to_local", None)
+    return shard() if shard is not None else tensor

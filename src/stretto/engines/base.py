@@ -54,7 +54,7 @@ class RolloutEngine(Protocol):
         ...
 
     def layout(self) -> Layout:
-        """Names, shapes and dtypes of the weights that a publication must fill."""
+        """Which boxes of the checkpoint a publication must bring to each rank of the engine's replicas."""
         ...
 
     def prepare(self, version: Version, timeout_s: float = 60.0) -> None:

@@ -115,6 +115,12 @@ def empty_model(directory: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(load_config(directory))
 
 
+def stored_dtype(directory: Path) -> str:
+    """The dtype that the checkpoint says its weights have; float32 when it does not say."""
+    settings = json.loads((directory / "config.json").read_text())
+    return settings.get("dtype") or settings.get("torch_dtype") or "float32"
+
+
 def end_of_sequence_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
     """Every id that ends a response: those of generation_config.json, of config.json and the tokenizer's own."""
     ids: set[int] = set()

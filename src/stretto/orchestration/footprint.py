@@ -73,7 +73,7 @@ def passes(config: RunConfig, groups: int, prompt_tokens: int) -> Cut:
     """How `stretto.data.batching.cut` cuts the optimizer steps of `groups` prompts, all responses at their longest."""
     samples, new, trainer = config.rollout.samples_per_prompt, config.rollout.max_new_tokens, config.trainer
     longest, members = prompt_tokens + new - 1, 1
-    if trainer.batching == "packed":
+    if trainer.packed:
         capacity = max(longest, min(PACKED_ROW_TOKENS, trainer.micro_batch_tokens))
         members = samples if new == 1 else min(samples, (capacity - prompt_tokens) // (new - 1))
     length = prompt_tokens + members * (new - 1)
@@ -97,7 +97,7 @@ def footprint(directory: Path, config: RunConfig, world: World, largest: Slabs, 
     vocabulary = module.config.vocab_size
     aliased = not sharded and serve == master
     gathered = _gathered(module) * compute.itemsize if sharded else 0
-    probe = Probe(module, repeat=config.trainer.batching == "packed")
+    probe = Probe(module, repeat=config.trainer.packed)
     standing = {
         "process": _PROCESS_BYTES,
         "master weights": shard,
@@ -148,7 +148,7 @@ def _activations(config: RunConfig, hidden: int, micro: Cut, probe: Probe) -> in
     input, and one layer at a time has the rest: Chen et al. 2016, Sublinear Memory Cost (arXiv:1604.06174), section 4.
     """
     tokens = micro.rows * micro.length
-    mask = tokens * micro.length if config.trainer.batching == "packed" else 0
+    mask = tokens * micro.length if config.trainer.packed else 0
     kept = tokens * probe.saved_values
     if config.trainer.activation_checkpointing:
         kept = tokens * hidden * probe.layers + kept // probe.layers

@@ -9,21 +9,20 @@ from typing import Any
 
 from stretto.config import RunConfig, load_config
 from stretto.errors import RunError
-from stretto.models.checkpoint import load_model
 from stretto.orchestration.checkpoint import CheckpointStore
 from stretto.orchestration.colocate import ColocatedRun, Parts, Progressed, RunResult
-from stretto.orchestration.live import Live, Model, engine_dtype
+from stretto.orchestration.live import Live, Model, engine_dtype, fill_from_files
 from stretto.orchestration.queue import TokenCounts
 from stretto.orchestration.record import open_out, record
 from stretto.orchestration.rollouts import Watch
 from stretto.orchestration.rundir import check_new, claim, create, next_incarnation, replayed
 from stretto.orchestration.sources import ReplaySource
+from stretto.orchestration.training import open_trainer
 from stretto.telemetry.metrics import PhaseTimer
 from stretto.telemetry.progress import Progress, open_progress
 from stretto.telemetry.report import write_report
 from stretto.telemetry.runlog import RunLog, rewind
 from stretto.telemetry.sinks import check_sinks
-from stretto.trainers.fsdp import FSDPTrainer
 from stretto.types import Version
 from stretto.world import World, join_world, leave_world
 
@@ -101,7 +100,7 @@ def _run(
         live = Live.open(config, world, model, stack) if recorded is None else None
         if recorded is not None:
             config = config.model_copy(update={"steps": recorded.steps})
-        trainer = FSDPTrainer(model.directory, config, world)
+        trainer = stack.enter_context(open_trainer(model.directory, config, world))
         run_dir = stack.enter_context(directory(config))
         progressed.incarnation = next_incarnation(run_dir, world)
         checkpoints = CheckpointStore(run_dir, config.checkpoint.keep, world)
@@ -176,9 +175,7 @@ def rollout(config: RunConfig, out: Path | None) -> None:
         file = stack.enter_context(open_out(out))
         model = Model.load(config)
         live = Live.open(config, world, model, stack)
-        weights: Any = load_model(model.directory, engine_dtype(config, world))
-        weights.to(world.device)
-        live.engine.adopt({name: weights.get_parameter(name) for name in live.engine.layout()})
+        fill_from_files(live.engine, model.directory)
         version = Version(1, 0)
         live.engine.prepare(version)
         live.engine.commit(version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -16,9 +17,11 @@ from stretto.orchestration.model import Model
 from stretto.orchestration.rollouts import RolloutPhase
 from stretto.orchestration.sources import LiveSource
 from stretto.rewards import RewardPool
-from stretto.sync.layout import check_complete
+from stretto.sync.files import CheckpointFiles, load
+from stretto.sync.layouts import checkpoint_layout
+from stretto.sync.plan import Plan
 from stretto.sync.publication import Publisher
-from stretto.sync.transports import AliasTransport, LocalTransport
+from stretto.sync.transports import AliasTransport, PlannedTransport
 from stretto.sync.transports.alias import can_alias
 from stretto.trainers import Trainer
 from stretto.world import World
@@ -48,9 +51,12 @@ class Live:
             model.directory,
             model.tokenizer,
             device=world.device,
+            dtype=engine_dtype(config, world),
             eos_ids=models.end_of_sequence_ids(model.directory, model.tokenizer),
             max_length=model.max_length,
             max_sequences=config.engine.max_sequences,
+            map_file=config.model.map,
+            replicas=world.size,
         )
         stack.callback(engine.close)
         return cls(
@@ -59,7 +65,7 @@ class Live:
 
     def publisher(self, trainer: Trainer) -> Publisher:
         """What brings the trainer's weights into the engine."""
-        return Publisher(self.engine, connect(trainer, self.engine, engine_dtype(self.config, self.world), self.world))
+        return Publisher(self.engine, connect(trainer, self.engine, self.world, self.config.sync.extra_mib * 2**20))
 
     def source(self) -> LiveSource:
         """Samples for training."""
@@ -72,18 +78,27 @@ class Live:
 
 
 def connect(
-    trainer: Trainer, engine: EmbeddedEngine, dtype: torch.dtype, world: World
-) -> AliasTransport | LocalTransport:
-    """The transport between this trainer and this engine: shared tensors where it can be, else a local fill.
+    trainer: Trainer, engine: EmbeddedEngine, world: World, extra_bytes: int
+) -> AliasTransport | PlannedTransport:
+    """The transport between this trainer and this engine: shared tensors where it can be, else what their plan says.
 
     Raises ValueError when the trainer's weights do not fill the engine's.
     """
-    check_complete(trainer.layout(), engine.layout())
+    source, target = trainer.layout(), engine.layout()
+    plan = Plan.of(source, target, range(world.size))
     weights = trainer.weights()
-    if can_alias(weights, dtype, world.device):
+    if can_alias(source, target, weights):
         engine.adopt(weights)
         return AliasTransport(weights, engine.weights())
-    return LocalTransport(trainer.weights, engine.allocate(dtype))
+    return PlannedTransport(plan, world.rank, trainer.weights, engine.allocate(), world.device, extra_bytes)
+
+
+def fill_from_files(engine: EmbeddedEngine, directory: Path) -> None:
+    """Give the engine the weights of the checkpoint in `directory`, read through their plan."""
+    layout = engine.layout()
+    dtype = models.stored_dtype(directory)
+    with CheckpointFiles(directory) as files:
+        load(files, checkpoint_layout(layout.atoms, dtype), layout, 0, engine.allocate())
 
 
 def engine_dtype(config: RunConfig, world: World) -> torch.dtype:

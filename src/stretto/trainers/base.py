@@ -40,11 +40,11 @@ class Trainer(Protocol):
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """A view of the current model weights by checkpoint name (sharded tensors stay sharded); nothing is copied."""
+        """This rank's tensors of the current model weights by the layout's local names; nothing is copied."""
         ...
 
     def layout(self) -> Layout:
-        """Names, shapes and dtypes of `weights`."""
+        """Which boxes of the checkpoint every rank's `weights` are."""
         ...
 
     def offload(self) -> None:

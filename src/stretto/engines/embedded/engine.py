@@ -20,7 +20,9 @@ from stretto.engines.embedded.model import assign, build_module, checkpoint_tens
 from stretto.engines.embedded.requests import check_requests
 from stretto.engines.embedded.sampling import Draws, draw, uniforms
 from stretto.engines.embedded.stopping import StopRule
-from stretto.sync.layout import Layout, layout_of
+from stretto.sync.coordinates import atoms_of
+from stretto.sync.layout import Layout
+from stretto.sync.layouts import replica_layout
 from stretto.types import Completion, FinishReason, Request, Sampling, Version
 
 _PREFILL_TOKENS = 8192
@@ -30,7 +32,8 @@ class EmbeddedEngine:
     """Generates on one device with the weights it was given: the trainer's tensors, or buffers that a transport fills.
 
     Meets :class:`~stretto.engines.base.RolloutEngine`. `eos_ids` end every response; `max_length` bounds prompt +
-    response tokens; `max_sequences` responses are generated at the same time, the others wait for a row.
+    response tokens; `max_sequences` responses are generated at the same time, the others wait for a row. Its weights are of `dtype`;
+    `replicas` engines like it, one a process, make up the layout.
     """
 
     def __init__(
@@ -39,12 +42,16 @@ class EmbeddedEngine:
         tokenizer: Any,
         *,
         device: torch.device,
+        dtype: torch.dtype,
         eos_ids: Sequence[int],
         max_length: int,
         max_sequences: int,
+        map_file: str | None = None,
+        replicas: int = 1,
     ):
         self._module: Any = build_module(directory)
-        self._device = device
+        self._device, self._dtype = device, dtype
+        self._layout = replica_layout(atoms_of(directory, map_file), str(dtype).removeprefix("torch."), replicas)
         self._max_length, self._max_sequences = max_length, max_sequences
         self._stop = StopRule(tokenizer, eos_ids)
         self._control = Control()
@@ -55,12 +62,12 @@ class EmbeddedEngine:
         assign(self._module, weights, self._device)
         self._ready = True
 
-    def allocate(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Make buffers of `dtype` for the weights, at addresses that never change, for a transport to fill."""
+    def allocate(self) -> Mapping[str, Tensor]:
+        """Make buffers for the weights, at addresses that never change, for a transport to fill."""
         self.adopt(
             {
-                name: torch.empty(tensor.shape, dtype=dtype, device=self._device)
-                for name, tensor in checkpoint_tensors(self._module).items()
+                name: torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+                for name, (shape, dtype) in self._layout.local(0).items()
             }
         )
         self._ready = False
@@ -72,7 +79,7 @@ class EmbeddedEngine:
 
     def layout(self) -> Layout:
         """See the contract."""
-        return layout_of(checkpoint_tensors(self._module).items())
+        return self._layout
 
     @property
     def version(self) -> Version:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.models.checkpoint import empty_model, odd_layers
+from stretto.sync.coverage import differences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,6 +53,12 @@ def checkpoint_tensors(module: PreTrainedModel) -> dict[str, Tensor]:
 
 def assign(module: PreTrainedModel, weights: Mapping[str, Tensor], device: torch.device) -> None:
     """Make `weights` (by checkpoint name) the module's own tensors, uncopied, and build its buffers on `device`."""
+    names = set(checkpoint_tensors(module))
+    if lines := [
+        *differences("the model has", sorted(names - set(weights)), weights),
+        *differences("the model does not have", sorted(set(weights) - names), names),
+    ]:
+        raise ValueError("the weights do not fit the engine's model:\n  " + "\n  ".join(lines))
     module.load_state_dict({name: tensor.detach() for name, tensor in weights.items()}, assign=True, strict=False)
     module.tie_weights()
     _build_buffers(module, device)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
+from stretto.sync.layout import Layout
 from stretto.types import Version
 
 
-def can_alias(source: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether an engine of `dtype` on `device` can generate with the trainer's own tensors."""
-    return all(
-        not hasattr(tensor, "to_local") and tensor.dtype == dtype and tensor.device == device
-        for tensor in source.values()
+def can_alias(source: Layout, target: Layout, weights: Mapping[str, Tensor]) -> bool:
+    """Whether an engine can generate with the trainer's own tensors: one rank, and the same names, shapes and dtypes.
+
+    Local shards of a sharded model are no such tensors: their owner moves and frees them.
+    """
+    return (
+        source.ranks == target.ranks == 1
+        and source.local(0) == target.local(0)
+        and not any(hasattr(tensor, "to_local") for tensor in weights.values())
     )
 
 

@@ -11,14 +11,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from stretto.config.sections import TrainerConfig
 from stretto.models.checkpoint import load_model, odd_layers
 from stretto.trainers.fsdp.policy import Policy
+from stretto.trainers.precision import compute_dtype
 from stretto.world import World, ensure_group
 
 
-def compute_dtype(config: TrainerConfig, world: World) -> torch.dtype:
-    """The dtype of the forward and backward pass."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    return getattr(torch, config.dtype)
+def master_dtype(config: TrainerConfig, world: World) -> torch.dtype:
+    """The dtype of the weights that the optimizer moves."""
+    return torch.float64 if compute_dtype(config, world) == torch.float64 else torch.float32
 
 
 def build_policy(directory: Path, config: TrainerConfig, world: World) -> Policy:
@@ -27,10 +26,9 @@ def build_policy(directory: Path, config: TrainerConfig, world: World) -> Policy
     One rank that computes in the dtype of its weights has nothing to shard and stays a plain module, whose tensors an
     engine can share.
     """
-    compute = compute_dtype(config, world)
-    master = torch.float64 if compute == torch.float64 else torch.float32
+    compute, master = compute_dtype(config, world), master_dtype(config, world)
     model: Any = load_model(directory, master)
-    if config.batching == "packed":
+    if config.packed:
         _check_packable(model.config)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

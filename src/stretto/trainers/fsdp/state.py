@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,17 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from stretto.trainers.fsdp.policy import Policy
-from stretto.world import World, whole
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-)
 
 
 def checkpoint_tensors(policy: Policy) -> Mapping[str, Tensor]:
@@ -80,32 +69,6 @@ def _causes() -> Iterator[None]:
             yield
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
-
-
-def export(directory: Path, policy: Policy, dtype: torch.dtype, source: Path, world: World) -> None:
-    """Write a Hugging Face checkpoint in `dtype`, with the settings and the tokenizer of `source`, where it started."""
-    # One tensor at a time is whole on a device; the first rank collects them in host memory.
-    tensors = {}
-    for name, tensor in checkpoint_tensors(policy).items():
-        full = whole(tensor.detach())
-        if world.first:
-            tensors[name] = full.to("cpu", dtype, copy=True)
-    if world.first:
-        model: Any = policy.model
-        model.save_pretrained(directory, state_dict=tensors)
-        _restore_settings(directory, source, dtype)
-        for pattern in (*_TOKENIZER_FILES, "generation_config.json"):
-            for file in source.glob(pattern):
-                shutil.copy2(file, directory / file.name)
-    world.barrier()
-
-
-def _restore_settings(directory: Path, source: Path, dtype: torch.dtype) -> None:
-    """The exported config.json is the source's own but for the dtype: training does not change the architecture."""
-    settings = json.loads((source / "config.json").read_text())
-    settings.pop("torch_dtype", None)
-    settings["dtype"] = str(dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

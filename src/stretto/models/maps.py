@@ -1,0 +1,32 @@
+"""The weight map of a checkpoint: its family's, the user's own, or that of whole tensors under their own names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stretto.models.checkpoint import empty_model, load_config
+from stretto.models.identity import identity_map
+from stretto.models.language import WeightMap
+from stretto.models.registry import claims, load_map_file, weight_map
+
+
+def map_of(directory: Path, map_file: str | None = None) -> WeightMap:
+    """The map of the checkpoint in `directory`; `map_file` (model.map) declares families that are not shipped.
+
+    A model of no known family gets a map in which every tensor is itself, which serves FSDP2 and the embedded engine. Raises
+    ValueError when the map file cannot be run or two maps claim the model.
+    """
+    if map_file is not None:
+        load_map_file(Path(map_file))
+    config = load_config(directory)
+    return weight_map(config) if claims(config) else whole_tensors(directory)
+
+
+def whole_tensors(directory: Path) -> WeightMap:
+    """The identity map of the checkpoint's model."""
+    model: Any = empty_model(directory)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    parameters = {name for name, _ in model.named_parameters()}
+    tensors = [(n, t, n not in parameters) for n, t in model.state_dict().items() if n not in tied]
+    return identity_map(model.config.model_type, tensors)

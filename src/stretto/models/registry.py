@@ -1,0 +1,75 @@
+"""Which weight map belongs to a checkpoint: found by the exact type of its configuration."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from stretto.models.language import WeightMap
+
+Builder = Callable[[Any], WeightMap]
+
+_CLAIMS: dict[str, list[Builder]] = {}
+
+
+def family(config_type: str) -> Callable[[Builder], Builder]:
+    """Declare that a function makes the weight map of the transformers configuration class `config_type`."""
+
+    def register(builder: Builder) -> Builder:
+        claims = _CLAIMS.setdefault(config_type, [])
+        if all((one.__module__, one.__qualname__) != (builder.__module__, builder.__qualname__) for one in claims):
+            claims.append(builder)
+        return builder
+
+    return register
+
+
+def families() -> dict[str, list[Builder]]:
+    """Every known configuration class with the maps that claim it (one, unless something is wrong)."""
+    import stretto.models
+
+    for module in pkgutil.iter_modules(stretto.models.__path__):
+        importlib.import_module(f"stretto.models.{module.name}")
+    return dict(_CLAIMS)
+
+
+def load_map_file(path: Path) -> None:
+    """Take in the families that the Python file `path` declares. Raises ValueError when it cannot be run."""
+    if not path.is_file():
+        raise ValueError(f"model.map {path} is not a file")
+    spec = importlib.util.spec_from_file_location(f"stretto_map_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except Exception as error:
+        raise ValueError(f"model.map {path} cannot be run: {type(error).__name__}: {error}") from error
+
+
+def claims(config: Any) -> list[Builder]:
+    """The maps that claim the exact type of a transformers configuration."""
+    return families().get(type(config).__name__, [])
+
+
+def weight_map(config: Any) -> WeightMap:
+    """The weight map of a transformers configuration.
+
+    Raises ValueError when no map claims its exact type (with the nearest known one) or when two do.
+    """
+    name = type(config).__name__
+    found = claims(config)
+    if len(found) > 1:
+        where = ", ".join(f"{one.__module__}.{one.__qualname__}" for one in found)
+        raise ValueError(f"{len(found)} weight maps claim {name}: {where}; remove all but one")
+    if not found:
+        near = get_close_matches(name, families(), n=1, cutoff=0.5)
+        raise ValueError(
+            f"no weight map claims {name}"
+            + (f" (nearest: {near[0]}; a map is for one exact type)" if near else "")
+            + "; run `stretto new-model` on the checkpoint to begin one"
+        )
+    return found[0](config)

@@ -1,0 +1,155 @@
+"""What one process does of a plan: which views of its tensors it packs, sends, receives and unpacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from stretto.sync.layout import ITEM_BYTES, Ints, Layout
+from stretto.sync.plan import Plan
+
+_ALIGN = 16
+"""Bytes: every piece in a bucket begins at a multiple, so that it can be seen as a tensor of any dtype."""
+
+
+@dataclass(frozen=True)
+class End:
+    """A view of one tensor of one rank."""
+
+    rank: int
+    tensor: str
+    offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One piece between two views; `shift` is what the target's values are more than the source's."""
+
+    source: End
+    target: End
+    size: tuple[int, ...]
+    dtype: str
+    """The target's, in which it travels."""
+    shift: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces that travel together in one flat buffer of `bytes`, each at its offset."""
+
+    moves: tuple[Move, ...]
+    offsets: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """One process's part: moves inside it, then for each other process the buckets to it and from it."""
+
+    local: tuple[Move, ...]
+    outgoing: Mapping[int, tuple[Bucket, ...]]
+    incoming: Mapping[int, tuple[Bucket, ...]]
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes that this process writes."""
+        return sum(move.bytes for move in self.written())
+
+    def read(self) -> Iterator[Move]:
+        """Every move whose source is here."""
+        yield from self.local
+        yield from (move for buckets in self.outgoing.values() for bucket in buckets for move in bucket.moves)
+
+    def written(self) -> Iterator[Move]:
+        """Every move whose target is here."""
+        yield from self.local
+        yield from (move for buckets in self.incoming.values() for bucket in buckets for move in bucket.moves)
+
+
+def program(plan: Plan, process: int, bucket_bytes: int) -> Program:
+    """The part of `process`. A bucket holds at most `bucket_bytes`, or one piece that is larger."""
+    sender, receiver = plan.sender, plan.receiver
+    mine = np.nonzero((sender == process) | (receiver == process))[0]
+    moves = _moves(plan, mine)
+    local: list[Move] = []
+    out: dict[int, list[Move]] = {}
+    into: dict[int, list[Move]] = {}
+    for send, move in moves:
+        if sender[send] == receiver[send]:
+            local.append(move)
+        elif sender[send] == process:
+            out.setdefault(int(receiver[send]), []).append(move)
+        else:
+            into.setdefault(int(sender[send]), []).append(move)
+    return Program(tuple(local), _bucketed(out, bucket_bytes), _bucketed(into, bucket_bytes))
+
+
+def moves_to(plan: Plan, rank: int) -> list[Move]:
+    """All moves into one rank of the target, wherever they come from."""
+    return [move for _, move in _moves(plan, np.nonzero(plan.sends.target_rank == rank)[0])]
+
+
+def _bucketed(links: Mapping[int, Sequence[Move]], limit: int) -> dict[int, tuple[Bucket, ...]]:
+    return {other: tuple(_pack(moves, limit)) for other, moves in links.items()}
+
+
+def _pack(moves: Sequence[Move], limit: int) -> Iterator[Bucket]:
+    taken: list[Move] = []
+    offsets: list[int] = []
+    used = 0
+    for move in moves:
+        room = -(-move.bytes // _ALIGN) * _ALIGN
+        if taken and used + room > limit:
+            yield Bucket(tuple(taken), tuple(offsets), used)
+            taken, offsets, used = [], [], 0
+        taken.append(move)
+        offsets.append(used)
+        used += room
+    if taken:
+        yield Bucket(tuple(taken), tuple(offsets), used)
+
+
+def _moves(plan: Plan, sends: Ints) -> Iterator[tuple[int, Move]]:
+    """The moves of some sends in order; a piece over several numbered tensors becomes one for each."""
+    piece = plan.sends.piece[sends]
+    source_shard, target_shard = plan.sends.source[sends], plan.pieces.target[piece]
+    spread = (plan.source.shards.step[source_shard] | plan.target.shards.step[target_shard]).astype(bool)
+    start, size = plan.pieces.start[piece], plan.pieces.size[piece]
+    count = np.where(spread, size[:, 0], 1)
+    row = np.repeat(np.arange(len(sends)), count)
+    start, size = start[row], size[row]
+    start[:, 0] += np.arange(len(row)) - np.repeat(count.cumsum() - count, count)
+    size[:, 0] = np.where(spread[row], 1, size[:, 0])
+    ends = [
+        _ends(layout, rank[sends][row], shard[row], start)
+        for layout, rank, shard in (
+            (plan.source, plan.sends.source_rank, source_shard),
+            (plan.target, plan.sends.target_rank, target_shard),
+        )
+    ]
+    shift = plan.target.shards.add[target_shard][row] - plan.source.shards.add[source_shard][row]
+    dtypes = [tensor.dtype for tensor in plan.target.tensors]
+    for k, (from_end, to_end) in enumerate(zip(*ends, strict=True)):
+        dtype = dtypes[plan.target.shards.tensor[target_shard[row[k]]]]
+        sizes = tuple(size[k].tolist())
+        yield (
+            int(sends[row[k]]),
+            Move(from_end, to_end, sizes, dtype, float(shift[k]), int(np.prod(size[k])) * ITEM_BYTES[dtype]),
+        )
+
+
+def _ends(layout: Layout, rank: Ints, shard: Ints, start: Ints) -> Iterator[End]:
+    """Where the element `start` of each shard lies."""
+    shards = layout.shards
+    inside = start - shards.start[shard]
+    offset = shards.offset[shard] + (inside * shards.stride[shard]).sum(axis=1)
+    number = shards.first[shard] + np.where(shards.step[shard] == 1, inside[:, 0], 0)
+    strides = shards.stride[shard].tolist()
+    for k in range(len(shard)):
+        tensor = layout.tensors[shards.tensor[shard[k]]]
+        yield End(int(rank[k]), tensor.numbered(int(number[k])), int(offset[k]), tuple(strides[k]))

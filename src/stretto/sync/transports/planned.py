@@ -1,0 +1,46 @@
+"""A plan's bytes, inside a process and between the processes of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from stretto.sync.execute import EXTRA_BYTES, Execution
+from stretto.sync.plan import Plan
+from stretto.types import Version
+
+
+class PlannedTransport:
+    """Fills an engine's own tensors, whose addresses never change, from the trainer's local tensors on every rank.
+
+    It is `local` when every byte stays inside its process, and `collective` otherwise: packed buckets over torch.distributed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        source: Callable[[], Mapping[str, Tensor]],
+        target: Mapping[str, Tensor],
+        device: torch.device,
+        extra_bytes: int = EXTRA_BYTES,
+    ):
+        self.name = "collective" if plan.moved_bytes else "local"
+        self._target = target
+        self._addresses = {name: tensor.data_ptr() for name, tensor in target.items()}
+        self._execution = Execution(
+            plan, rank, lambda: {rank: source()}, lambda: {rank: target}, device=device, extra_bytes=extra_bytes
+        )
+
+    def transfer(self, version: Version) -> int:
+        """Fill every tensor of the engine; returns the bytes that were written here."""
+        return self._execution.run()
+
+    def verify(self) -> None:
+        """Raise RuntimeError when a tensor was not filled or has moved."""
+        self._execution.verify()
+        for name, address in self._addresses.items():
+            if self._target[name].data_ptr() != address:
+                raise RuntimeError(f"{name} of the engine has moved to another address")

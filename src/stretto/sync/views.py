@@ -1,0 +1,75 @@
+"""Views of local tensors as a program means them, and copying between views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.sync.program import End, Move
+from stretto.world import local_part
+
+
+class Views:
+    """The view of one local tensor for each move, made once and made anew when a tensor has moved.
+
+    Ends are offsets and strides into contiguous storage; a tensor that is not contiguous is copied to a contiguous one at
+    every `bind`, and back from it by `write_back`.
+    """
+
+    def __init__(self, side: str, ends: Iterable[tuple[Move, End]]):
+        self._side = side
+        self._ends: dict[tuple[int, str], list[tuple[int, End, tuple[int, ...]]]] = {}
+        for move, end in ends:
+            self._ends.setdefault((end.rank, end.tensor), []).append((id(move), end, move.size))
+        self._views: dict[int, Tensor] = {}
+        self._bound: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def bind(self, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take the tensors of this run, by rank and name. Raises ValueError when one is missing or too small."""
+        self._copies.clear()
+        for (rank, name), ends in self._ends.items():
+            if name not in tensors.get(rank, ()):
+                raise ValueError(f"{self._side} has no tensor {name} at rank {rank}")
+            given = local_part(tensors[rank][name].detach())
+            flat = given.contiguous()
+            if flat is not given and flat.data_ptr() != given.data_ptr():
+                self._copies.append((given, flat))
+            key = (flat.data_ptr(), flat.dtype)
+            if self._bound.get((rank, name)) != key:
+                self._bind(name, flat, ends)
+                self._bound[rank, name] = key
+
+    def _bind(self, name: str, flat: Tensor, ends: Sequence[tuple[int, End, tuple[int, ...]]]) -> None:
+        last = max(
+            end.offset + sum((n - 1) * s for n, s in zip(size, end.stride, strict=True)) for _, end, size in ends
+        )
+        if last >= flat.numel():
+            raise ValueError(f"{self._side}: {name} has {flat.numel()} elements, fewer than its layout says")
+        for move, end, size in ends:
+            self._views[move] = view(flat, end, size)
+
+    def write_back(self) -> None:
+        """Bring what was written into contiguous copies to the tensors themselves."""
+        for given, flat in self._copies:
+            given.copy_(flat)
+
+    def __getitem__(self, move: Move) -> Tensor:
+        return self._views[id(move)]
+
+
+def view(flat: Tensor, end: End, size: Sequence[int]) -> Tensor:
+    """The elements of a contiguous tensor that an end means."""
+    return torch.as_strided(flat, size, end.stride, flat.storage_offset() + end.offset)
+
+
+def copy(targets: Sequence[Tensor], sources: Sequence[Tensor], shifts: Sequence[float]) -> None:
+    """Copy each source to its target. A cast, or a shift, is computed in float32 (or wider) and rounded once."""
+    plain = [k for k, shift in enumerate(shifts) if not shift]
+    if plain:
+        torch._foreach_copy_([targets[k] for k in plain], [sources[k] for k in plain])
+    for target, source, shift in zip(targets, sources, shifts, strict=True):
+        if shift:
+            target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) + shift)

@@ -1,0 +1,56 @@
+"""Writing a trainer's weights as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stretto.sync import files
+from stretto.sync.layout import Layout
+from stretto.sync.layouts import checkpoint_layout
+from stretto.world import World
+
+_COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def export(
+    directory: Path,
+    layout: Layout,
+    weights: Callable[[], Mapping[str, Tensor]],
+    dtype: torch.dtype,
+    source: Path,
+    world: World,
+) -> None:
+    """Write the weights, rounded to `dtype`, with the settings and the tokenizer of `source`, where training started.
+
+    All ranks call; the first one writes into the existing, empty `directory`.
+    """
+    target = checkpoint_layout(layout.atoms, str(dtype).removeprefix("torch."))
+    files.export(directory, layout, target, world.rank, weights, world.device)
+    if world.first:
+        _write_settings(directory, source, dtype)
+        for pattern in _COPIED:
+            for file in source.glob(pattern):
+                shutil.copy2(file, directory / file.name)
+    world.barrier()
+
+
+def _write_settings(directory: Path, source: Path, dtype: torch.dtype) -> None:
+    """The exported config.json is the source's own but for the dtype: training does not change the architecture."""
+    settings = json.loads((source / "config.json").read_text())
+    settings.pop("torch_dtype", None)
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")

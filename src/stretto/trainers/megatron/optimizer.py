@@ -1,0 +1,96 @@
+"""Megatron's data-parallel gradients and distributed AdamW, with float32 main weights under bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from stretto.config.sections import TrainerConfig
+
+
+def wrap(models: Sequence[Any]) -> list[Any]:
+    """The models with buffers in which gradients add up in float32, and weights gather after a step."""
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [
+        DistributedDataParallel(model.config, settings, model, disable_bucketing=chunk > 0)
+        for chunk, model in enumerate(models)
+    ]
+
+
+class Stepper:
+    """The optimizer step, taken apart: the caller decides between the norm and the update whether to go on."""
+
+    def __init__(self, chunks: Sequence[Any], config: TrainerConfig, dtype: torch.dtype):
+        self._chunks = list(chunks)
+        self.megatron: Any = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+            ),
+            self._chunks,
+            use_gloo_process_groups=False,
+        )
+        for group in self.megatron.param_groups:
+            # Megatron leaves this product to its schedule of the weight decay; vectors have the factor 0.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        self._clip_grad = config.clip_grad
+
+    def finish_gradient(self) -> None:
+        """Sum the gradients over ranks: over replicas, experts over theirs, what TP ranks and tied stages share."""
+        finalize_model_grads(self._chunks)
+
+    def clip(self) -> float:
+        """Scale the gradient down to the largest norm allowed, unless it is not finite; returns the global norm."""
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        for optimizer in self._parts():
+            if parameters := optimizer.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, self._clip_grad, norm)
+        return norm
+
+    def apply(self, rate: float) -> None:
+        """Move the weights along the gradient and gather them."""
+        for group in self.megatron.param_groups:
+            group["lr"] = rate
+        self.megatron.step_with_ready_grads()
+
+    def clear(self) -> None:
+        """Forget the gradient."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def reload(self) -> None:
+        """Take the models' weights anew: after they were written by anything but a step."""
+        self.megatron.reload_model_params()
+
+    def move(self, device: torch.device) -> None:
+        """Move what only a step needs to `device`: moments, and main weights that are not the model's own."""
+        for optimizer in self._parts():
+            for tensor in _own_tensors(optimizer):
+                tensor.data = tensor.data.to(device)
+
+    def _parts(self) -> Iterator[Any]:
+        """Megatron's optimizers one by one: experts have their own."""
+        yield from getattr(self.megatron, "chained_optimizers", [self.megatron])
+
+
+def _own_tensors(optimizer: Any) -> Iterator[Tensor]:
+    for slots in optimizer.optimizer.state.values():
+        yield from (tensor for tensor in slots.values() if isinstance(tensor, Tensor) and tensor.ndim)
+    for group in optimizer.shard_fp32_from_float16_groups:
+        yield from (tensor for tensor in group if tensor is not None)

@@ -1,0 +1,53 @@
+"""Megatron's parallel groups: made from our sizes, and taken down."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from stretto.sync.parallel import MegatronSizes
+from stretto.trainers.megatron import cpu, require_megatron
+from stretto.world import World, ensure_group
+
+_LEAST_MINUTES = 10
+
+
+def start(sizes: MegatronSizes, world: World, *, seed: int = 0, phase_s: float = 0.0) -> None:
+    """Make Megatron's process groups in its default rank order, and seed its model-parallel generators.
+
+    Every rank calls it, once; `stop` undoes it. A collective waits for `phase_s` seconds and ten minutes. torch's own
+    generator of the CPU is left as it was. Beside NCCL there are gloo groups for objects; on gloo the groups themselves
+    serve. Raises ValueError when the sizes do not make up the world.
+    """
+    if sizes.ranks != world.size:
+        raise ValueError(
+            f"megatron: tp x pp x dp = {sizes.tp} x {sizes.pp} x {sizes.dp} = {sizes.ranks} ranks, and there are "
+            f"{world.size} processes; start {sizes.ranks} or change the sizes"
+        )
+    require_megatron()
+    cpu.enable()
+    ensure_group(world, phase_s)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        distributed_timeout_minutes=_LEAST_MINUTES + math.ceil(phase_s / 60),
+        create_gloo_process_groups=dist.get_backend() == "nccl",
+    )
+    state = torch.get_rng_state()
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    torch.set_rng_state(state)
+
+
+def stop() -> None:
+    """Forget the groups that `start` made. The world's own group stays; `leave_world` ends it."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,231 @@
+"""The Megatron trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from stretto.algorithms.objective import Stats, merge
+from stretto.config.run import RunConfig
+from stretto.data.batching import MicroBatch, slot_offsets
+from stretto.models.checkpoint import load_config
+from stretto.sync.layout import Layout
+from stretto.sync.parallel import MegatronSizes
+from stretto.trainers.base import StepReport
+from stretto.trainers.groups import DataParallel, Groups
+from stretto.trainers.megatron import optimizer, parallel, state
+from stretto.trainers.megatron.build import build_model
+from stretto.trainers.megatron.passes import Passes, prepare
+from stretto.trainers.precision import compute_dtype
+from stretto.trainers.stepping import SteppingTrainer
+from stretto.trainers.tokens import FlatTokens
+from stretto.trainers.updates import Update
+from stretto.types import Batch, Rollout
+from stretto.world import World
+
+
+class MegatronTrainer(SteppingTrainer):
+    """Meets :class:`~stretto.trainers.base.Trainer` on Megatron-Core, cut over the world as `sizes` says.
+
+    `directory` is the checkpoint that the run starts from; it is also the reference model when the loss has a KL term.
+    `options` are what the model's family tells Megatron (see `provider.transformer_config`). One trainer a process: it
+    makes Megatron's groups, which `parallel.stop` takes down.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: RunConfig,
+        world: World,
+        *,
+        sizes: MegatronSizes,
+        options: Mapping[str, Any],
+        sequence_parallel: bool = False,
+    ):
+        _check(config)
+        parallel.start(sizes, world, seed=config.seed)
+        groups = _groups(world.device)
+        super().__init__(config, groups.replicas)
+        self._directory, self._world, self._sizes, self._groups = directory, world, sizes, groups
+        self._dtype = compute_dtype(config.trainer, world)
+        self._hf_config: Any = load_config(directory)
+        build = self._builder(options, sequence_parallel)
+        self._models = build()
+        # CHECKPOINT: the weights of `self._models` are to be filled from `directory` here, before anything copies them.
+        self._chunks = optimizer.wrap(self._models)
+        self._optimizer = optimizer.Stepper(self._chunks, config.trainer, self._dtype)
+        self._passes = self._passes_of(self._chunks)
+        self._reference: Passes | None = None
+        if self._objective.needs_reference:
+            # CHECKPOINT: the same for the reference's.
+            self._reference = self._passes_of(build())
+
+    def _builder(self, options: Mapping[str, Any], sequence_parallel: bool) -> Any:
+        def build() -> list[Any]:
+            models = build_model(
+                self._hf_config,
+                self._sizes,
+                options,
+                dtype=self._dtype,
+                device=self._world.device,
+                sequence_parallel=sequence_parallel,
+                recompute=self._settings.activation_checkpointing,
+            )
+            prepare(models[0].config)
+            return models
+
+        return build
+
+    def _passes_of(self, chunks: Sequence[Any]) -> Passes:
+        vocabulary = self._hf_config.get_text_config().vocab_size
+        return Passes(chunks, self._sizes, self._groups, vocabulary, self._settings.logit_chunk_tokens)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's own tensors by Megatron's local name, after `vp<chunk>.` when it has several chunks."""
+        many = len(self._models) > 1
+        return {
+            f"vp{chunk}.{name}" if many else name: tensor
+            for chunk, model in enumerate(self._models)
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, Tensor)
+        }
+
+    def layout(self) -> Layout:
+        """See the contract."""
+        raise NotImplementedError
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
+        """See the contract. A replica's ranks put their shares together and each gets back its own."""
+        shares = self._groups.over_replica(list(rollouts))
+        start = sum(len(share) for share in shares[: self._groups.place])
+        found = super().logprobs([rollout for share in shares for rollout in share])
+        return found[start : start + len(rollouts)]
+
+    def step(self, batch: Batch) -> StepReport:
+        """See the contract. Raises RunError after `max_bad_steps` non-finite updates in a row."""
+        shares = self._groups.over_replica(batch)
+        together = Batch(
+            [rollout for share in shares for rollout in share.rollouts],
+            [advantage for share in shares for advantage in share.advantages],
+        )
+        report = super().step(together)
+        own = {rollout.group_id for rollout in batch.rollouts}
+        return StepReport(report.metrics, report.updates, report.bad_updates, report.skipped_groups & own)
+
+    def _policy_logprobs(self, rollouts: Sequence[Rollout]) -> Tensor:
+        return self._flat_logprobs(self._passes, rollouts, range(len(rollouts)))
+
+    def _flat_logprobs(self, passes: Passes, rollouts: Sequence[Rollout], indices: Sequence[int]) -> Tensor:
+        """Flat log-probs on every rank (slots of rollouts that were not asked for stay NaN)."""
+        flat = torch.full((slot_offsets(rollouts)[-1],), torch.nan, device=self._world.device, dtype=torch.float64)
+
+        def keep(micro: MicroBatch, logprobs_N: Tensor, _: Tensor) -> Tensor:
+            flat[micro.slot_N] = logprobs_N.double()
+            return logprobs_N.sum()
+
+        if micro_batches := self._cut(passes, rollouts, indices):
+            passes.run(micro_batches, keep, backward=False)
+        return self._groups.tensor_from_last_stage(flat)
+
+    def _cut(self, passes: Passes, rollouts: Sequence[Rollout], indices: Sequence[int]) -> list[MicroBatch]:
+        return passes.cut_alike(rollouts, indices, self._settings.micro_batch_tokens, self._replicas)
+
+    def _accumulate(self, batch: Batch, update: Update, old: Tensor | None) -> tuple[float, Stats]:
+        """Sum the loss and its gradient over the update's micro-batches; both reach every stage."""
+        reference = None
+        if self._reference is not None:
+            reference = self._flat_logprobs(self._reference, batch.rollouts, update.indices)
+        tokens = FlatTokens.of(batch, update.weights, old, reference)
+        micro_batches = self._cut(self._passes, batch.rollouts, update.active)
+        backward = bool(micro_batches)
+        if not backward:
+            # No sample has an advantage: the gradient stays exactly zero, and passes forward alone are for the report.
+            micro_batches = self._cut(self._passes, batch.rollouts, update.indices) or self._passes.fillers()
+        found: list[tuple[Tensor, Stats]] = []
+
+        def lose(micro: MicroBatch, current_N: Tensor, entropy_N: Tensor) -> Tensor:
+            if not self._objective.needs_entropy:
+                entropy_N = entropy_N.detach()
+            loss, stats = self._objective(tokens.at(micro.slot_N, current_N, entropy_N))
+            found.append((loss.detach().double(), stats))
+            return loss
+
+        self._passes.run(micro_batches, lose, backward=backward)
+        if backward:
+            self._optimizer.finish_gradient()
+        loss, stats = self._from_last_stage(found)
+        return self._replicas.sum([loss if backward else 0.0])[0], stats
+
+    def _from_last_stage(self, found: Sequence[tuple[Tensor, Stats]]) -> tuple[float, Stats]:
+        """The sum of the micro-batches' losses and stats, which only the last stage has."""
+        said = None
+        if found:
+            losses, stats = zip(*found, strict=True)
+            merged = reduce(merge, stats)
+            sums, maxima = ({name: float(v) for name, v in part.items()} for part in (merged.sums, merged.maxima))
+            said = float(torch.stack(losses).sum()), sums, maxima
+        loss, sums, maxima = self._groups.from_last_stage(said)
+        return loss, Stats(
+            *({name: torch.tensor(v, dtype=torch.float64) for name, v in p.items()} for p in (sums, maxima))
+        )
+
+    def _clip(self) -> float:
+        # Ranks sum the squares in their own order; all must come to the same decision, and report the same number.
+        return self._world.from_first(self._optimizer.clip())
+
+    def _apply(self, rate: float) -> None:
+        self._optimizer.apply(rate)
+
+    def _clear(self) -> None:
+        self._optimizer.clear()
+
+    def offload(self) -> None:
+        """See the contract."""
+        self._optimizer.move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """See the contract."""
+        self._optimizer.move(self._world.device)
+
+    def save(self, directory: Path) -> None:
+        """See the contract."""
+        state.save(directory, self._models, self._optimizer.megatron, self._counters())
+
+    def load(self, directory: Path) -> None:
+        """See the contract."""
+        self._set_counters(state.load(directory, self._models, self._optimizer.megatron))
+
+
+def _check(config: RunConfig) -> None:
+    if config.trainer.batching == "packed":
+        raise ValueError(
+            "the megatron trainer takes no packed rows (its local attention has no mask for them); "
+            'set trainer.batching = "padded"'
+        )
+    if config.trainer.dtype == "float64":
+        raise ValueError("the megatron trainer's optimizer is float32; set trainer.dtype to auto, float32 or bfloat16")
+
+
+def _groups(device: torch.device) -> Groups:
+    """Megatron's, after `parallel.start`."""
+    return Groups(
+        device=device,
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        replica=parallel_state.get_model_parallel_group(),
+        replicas=DataParallel(parallel_state.get_data_parallel_group(), device),
+    )
+
+
+def _numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
+
+
+def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
