@@ -11,7 +11,8 @@ import torch
 from stretto.config import RunConfig
 from stretto.engines.embedded import EmbeddedEngine
 from stretto.models.checkpoint import end_of_sequence_ids, load_model, load_tokenizer
-from stretto.orchestration.live import connect, engine_dtype
+from stretto.orchestration.live import connect
+from stretto.sync.execute import EXTRA_BYTES
 from stretto.sync.publication import Publisher
 from stretto.trainers.fsdp import FSDPTrainer
 from stretto.types import Batch, Request, Rollout, Sampling, Version
@@ -24,12 +25,13 @@ def config_for(model: Path, **sections: dict) -> RunConfig:
     return RunConfig(model={"path": str(model)}, data={"source": "x.jsonl"}, reward={"functions": ["r"]}, **sections)
 
 
-def engine_for(model: Path, device: torch.device) -> EmbeddedEngine:
+def engine_for(model: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> EmbeddedEngine:
     tokenizer = load_tokenizer(model)
     return EmbeddedEngine(
         model,
         tokenizer,
         device=device,
+        dtype=dtype,
         eos_ids=end_of_sequence_ids(model, tokenizer),
         max_length=256,
         max_sequences=32,
@@ -52,8 +54,8 @@ def requests_for(prompts: list[int], samples: int, **sampling: float) -> list[Re
 def test_engine_logprobs_are_those_of_transformers(tiny_model: Path, dtype: torch.dtype, bound: float) -> None:
     device = torch.device("cuda")
     model = load_model(tiny_model, dtype).to(device)
-    engine = engine_for(tiny_model, device)
-    engine.adopt({name: model.get_parameter(name) for name in engine.layout()})
+    engine = engine_for(tiny_model, device, dtype)
+    engine.adopt({name: model.get_parameter(name) for name in engine.layout().local(0)})
     requests = requests_for([3, 17, 40, 5], 6, max_new_tokens=30, temperature=0.7)
     for done in engine.generate(requests, deadline_s=60):
         prompt = requests[done.request_id].prompt_ids
@@ -69,7 +71,7 @@ def test_training_in_bf16_keeps_fp32_masters_and_fills_the_engine(tiny_model: Pa
     config = config_for(tiny_model, trainer={"lr": 1e-3})
     trainer = FSDPTrainer(tiny_model, config, world)
     engine = engine_for(tiny_model, world.device)
-    publisher = Publisher(engine, connect(trainer, engine, engine_dtype(config, world), world))
+    publisher = Publisher(engine, connect(trainer, engine, world, EXTRA_BYTES))
     assert publisher.transport == "local"
     publisher.open(Version(1, 0))
     publisher.close()

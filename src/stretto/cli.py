@@ -35,6 +35,14 @@ _ROLLOUT_FLAGS = {
     "rollout.temperature": "--temperature",
     "seed": "--seed",
 }
+_CONFIGURED = "Hugging Face directory, config.json, or hub name (of which only the configuration is fetched)"
+_SIDES = """sides:
+  megatron:tp=,pp=,vpp=,ep=,etp=,dp=   and pp_layers=8/8/7/..., vocab_divisor=, te, grouped
+  fsdp:ranks=                          FSDP2
+  checkpoint                           the files
+  embedded:replicas=                   the embedded engine
+  sglang:tp=,ep=,replicas=             and vllm likewise
+Sizes that are left out are 1. Every side takes dtype=, for example fsdp:ranks=8,dtype=float32."""
 _ROLLOUT_SECTIONS = ("model", "data", "reward", "rollout", "engine")
 
 
@@ -70,14 +78,30 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, overrides
 
 
+class _VerbsHelp(argparse.HelpFormatter):
+    """A column that the longest verb fits in."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog)
+        self._action_max_length = 14
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="stretto", description="Reinforcement-learning post-training of language models.", allow_abbrev=False
+        prog="stretto",
+        description="Reinforcement-learning post-training of language models.",
+        formatter_class=_VerbsHelp,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"stretto {__version__}")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     _add_train(verbs)
     _add_rollout(verbs)
+    _add_plan(verbs)
+    new_model = verbs.add_parser("new-model", help="begin the weight map of an architecture that has none")
+    new_model.add_argument("model", metavar="MODEL", help=_CONFIGURED)
+    new_model.add_argument("--out", metavar="FILE", type=Path, help="map file to write; MODEL_TYPE_map.py if left out")
+    new_model.set_defaults(verb=_new_model)
     export = verbs.add_parser("export", help="write a checkpoint of a run as a Hugging Face directory")
     export.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of the run")
     export.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="directory to write; it must not exist")
@@ -140,6 +164,26 @@ def _add_rollout(verbs: Any) -> None:
     rollout.add_argument("--seed", metavar="S", type=int, help="seed of the samples")
     rollout.add_argument("--chat", action="store_true", default=None, help="wrap text prompts in the chat template")
     rollout.set_defaults(verb=_rollout)
+
+
+def _add_plan(verbs: Any) -> None:
+    plan = verbs.add_parser(
+        "plan",
+        help="say how weights go from one layout to another",
+        description="How weights go from one layout to another, from a configuration alone.",
+        epilog=_SIDES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    plan.add_argument("model", metavar="MODEL", help=_CONFIGURED)
+    plan.add_argument("--source", metavar="SIDE", required=True, help="who has the weights, such as megatron:tp=4,pp=2")
+    plan.add_argument("--target", metavar="SIDE", required=True, help="who gets them, such as sglang:tp=2,replicas=4")
+    plan.add_argument("--dtype", metavar="T", help="dtype of both sides; the configuration's when left out")
+    plan.add_argument("--link", metavar="GB/S", type=float, default=50.0, help="10^9 bytes a second of a rank (50)")
+    plan.add_argument("--colocate", action="store_true", help="rank r of both sides is the same device")
+    plan.add_argument("--map", metavar="FILE", type=Path, help="Python file with the model's weight map")
+    plan.add_argument("--json", action="store_true", help="print all numbers, each rank's and each link's, as JSON")
+    plan.set_defaults(verb=_plan)
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -236,6 +280,27 @@ def _rollout(args: argparse.Namespace) -> None:
     from stretto.orchestration.launch import rollout
 
     rollout(config, args.out)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from stretto.sync.report import planned, print_report
+
+    report = planned(
+        args.model,
+        args.source,
+        args.target,
+        dtype=args.dtype,
+        gigabytes_per_second=args.link,
+        colocate=args.colocate,
+        map_file=args.map,
+    )
+    print_report(report, as_json=args.json)
+
+
+def _new_model(args: argparse.Namespace) -> None:
+    from stretto.orchestration.new_model import new_model
+
+    print(new_model(args.model, args.out))
 
 
 def _export(args: argparse.Namespace) -> None:

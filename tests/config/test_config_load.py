@@ -52,6 +52,12 @@ def test_a_minimal_file_has_the_defaults_everywhere_else(tmp_path: Path) -> None
         (["--reward.functions", '["math_verify","m:f"]', "--reward.weights", "[1, -2]"], "reward.weights", [1.0, -2.0]),
         (["--reward.functions", "['m:f']"], "reward.functions", ["m:f"]),
         (["--trainer.betas", "[0.8, 0.9]"], "trainer.betas", (0.8, 0.9)),
+        (
+            ["--trainer.backend=megatron", "--trainer.pp=3", "--trainer.pp_layers=[1, 2, 1]"],
+            "trainer.pp_layers",
+            (1, 2, 1),
+        ),
+        (["--model.map", "/maps/m"], "model.map", "/maps/m"),
         (["--rollout.stop_ids", "[1, 2]"], "rollout.stop_ids", [1, 2]),
         (["--rollout.stop", '["--", "\\n"]'], "rollout.stop", ["--", "\n"]),
         (["--steps", "5", "--steps", "6"], "steps", 6),
@@ -91,6 +97,8 @@ def test_entries_of_a_table_are_overridden_one_by_one_or_as_a_whole(tmp_path: Pa
         ("rollout.max_tokens", "rollout.max_new_tokens"),
         ("step", "steps"),
         ("algorithm.clip_hi", "algorithm.clip_high"),
+        ("trainer.tensor_model_parallel_size", "trainer.tp"),
+        ("trainer.expert_model_parallel_size", "trainer.ep"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_in_a_file_and_as_override(tmp_path: Path, key: str, nearest: str) -> None:
@@ -129,6 +137,10 @@ def test_an_unknown_key_names_the_nearest_in_a_file_and_as_override(tmp_path: Pa
         (
             ["--trainer.betas", "[0.9, 1.0]"],
             "trainer.betas[1] is 1.0; trainer.betas must be a list of 2 numbers >= 0 and < 1",
+        ),
+        (
+            ["--trainer.backend=megatron", "--trainer.pp=2", "--trainer.pp_layers", "[2, 0]"],
+            "trainer.pp_layers[1] is 0; trainer.pp_layers must be a list of integers >= 1",
         ),
         (["--name", "a/b"], 'name is "a/b"; name must be text like ^[A-Za-z0-9_][A-Za-z0-9._-]*$'),
         (["--name", ".."], 'name is ".."; name must be text like ^[A-Za-z0-9_][A-Za-z0-9._-]*$'),

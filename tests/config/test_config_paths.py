@@ -10,6 +10,7 @@ TEXT = """
 run_dir = "out"
 [model]
 path = "model"
+map = "maps/mine"
 [data]
 source = "rows.jsonl"
 [eval]
@@ -35,16 +36,19 @@ def test_files_of_a_run_file_are_relative_to_it(project: Path) -> None:
     assert config.data.source == str(project / "rows.jsonl")
     assert config.eval.source == str(project / "held.parquet")
     assert config.reward.functions == [f"{project}/score.py:f", "package.module:f", "math_verify"]
+    assert config.model.map == str(project / "maps/mine")
     assert config.run_dir == "out"
 
 
 def test_files_of_overrides_are_relative_to_the_current_directory(project: Path) -> None:
     arguments = ["--model.path", "other", "--data.source=more.jsonl", "--reward.functions", '["../s.py:g"]']
+    arguments += ["--model.map", "../m.py"]
     config = load_config(project / "run.toml", arguments)
     here = project.parent / "elsewhere"
     assert config.model.path == str(here / "other")
     assert config.data.source == str(here / "more.jsonl")
     assert config.reward.functions == [f"{project.parent}/s.py:g"]
+    assert config.model.map == str(project.parent / "m.py")
 
 
 @pytest.mark.parametrize("name", ["org/model", "smollm2", "model", "/absolute/model"])

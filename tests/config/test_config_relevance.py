@@ -29,6 +29,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     'algorithm.old_logprobs = "behaviour" leaves no mismatch to weigh': {"algorithm.old_logprobs": "behaviour"},
     'algorithm.mismatch is "off"': {"algorithm.mismatch": "off"},
     'algorithm.aggregation is not "constant_length"': {"algorithm.aggregation": "token_mean"},
+    'trainer.backend is not "megatron"': {"trainer.backend": "fsdp"},
+    "trainer.tp is 1": {"trainer.backend": "megatron"},
+    "trainer.pp is 1": {"trainer.backend": "megatron"},
+    'trainer.names = "bridge" has maps of its own': {"trainer.backend": "megatron", "trainer.names": "bridge"},
     'trainer.schedule is "constant"': {"trainer.schedule": "constant"},
     "eval.source names the held-out prompts": {"eval.source": "org/held"},
     "nothing is held out: set data.heldout or eval.source": {"data.heldout": None},
@@ -50,6 +54,9 @@ VALUES: dict[str, Any] = {
     "eval.split": "test",
     "eval.subset": "main",
     "algorithm.dual_clip": 3.0,
+    "model.map": "/maps/olmo.py",
+    "trainer.pp_layers": (3, 2),
+    "trainer.sequence_parallel": True,
     "eval.limit": 3,
     "algorithm.constant_length": 9,
     "data.heldout": 5,
@@ -83,7 +90,10 @@ def test_a_key_that_would_be_ignored_is_an_error(why: str, key: str) -> None:
     assert f"{key} is ignored because {why}; remove it or change that" in str(caught.value).splitlines()
 
 
+MEGATRON = {"trainer.backend": "megatron", "trainer.pp": 2, "trainer.tp": 2}
 ELSEWHERE = {
+    **{f"trainer.{name}": MEGATRON for name in ("names", "tp", "pp", "vpp", "pp_layers", "ep", "etp")},
+    "trainer.sequence_parallel": MEGATRON,
     "data.args": {"data.source": "reasoning_gym:chain_sum"},
     "eval.split": {"eval.source": "org/held", "data.heldout": None},
     "eval.subset": {"eval.source": "org/held", "data.heldout": None},
@@ -102,6 +112,12 @@ def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (
+            MEGATRON | {"trainer.pp_layers": (1, 2, 3)},
+            r"trainer.pp_layers has 3 numbers and there are 2 stages \(trainer.pp x trainer.vpp\)",
+        ),
+        (MEGATRON | {"trainer.vpp": 2, "trainer.pp_layers": (1, 2)}, "has 2 numbers and there are 4 stages"),
+        (MEGATRON | {"trainer.batching": "packed"}, 'trainer.batching = "packed" needs the fsdp trainer'),
         ({"rollout.allow_filtered_sampling": None}, "rollout.top_p filters the distribution"),
         ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values for 1 functions"),
         (
@@ -113,6 +129,21 @@ def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
 def test_keys_that_contradict_each_other_are_errors(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config_from_dict(nested(BASE | change))
+
+
+@pytest.mark.parametrize(
+    ("backend", "batching", "packed"),
+    [
+        ("fsdp", "auto", True),
+        ("fsdp", "packed", True),
+        ("fsdp", "padded", False),
+        ("megatron", "auto", False),
+        ("megatron", "padded", False),
+    ],
+)
+def test_rows_are_packed_where_the_trainer_takes_it(backend: str, batching: str, packed: bool) -> None:
+    config = config_from_dict(nested(BASE | {"trainer.backend": backend, "trainer.batching": batching}))
+    assert config.trainer.packed is packed
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         return SOURCES
     if key.name in ("model.path", "reward.functions"):
         return st.sampled_from(["org/model", "/x/m"]) if key.name == "model.path" else st.just(["m:f", "/r/s.py:g"])
+    if key.name == "model.map":
+        return st.sampled_from(["/maps/m.py", "map.py"])
+    if key.name == "trainer.pp_layers":
+        return st.lists(st.integers(1, 9), max_size=4)
     if key.name == "reward.weights":
         return st.lists(st.floats(-5, 5), min_size=2, max_size=2)
     return _values_of_type(key.annotation)

@@ -13,8 +13,10 @@ from torch import Tensor
 from stretto.engines import RolloutEngine
 from stretto.engines.embedded import EmbeddedEngine
 from stretto.models.checkpoint import load_model, load_tokenizer
+from stretto.sync.layouts import replica_layout
+from stretto.sync.plan import Plan
 from stretto.sync.publication import Publisher
-from stretto.sync.transports import AliasTransport, LocalTransport
+from stretto.sync.transports import AliasTransport, PlannedTransport
 from stretto.types import Completion, Request, Sampling, Version
 
 DEADLINE_S = 120.0
@@ -58,26 +60,46 @@ def serve_alias(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[in
 def serve_local(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[int] = ()) -> Served:
     """An embedded engine whose own buffers are filled from the reference."""
     engine, reference, tokenizer = _parts(directory, max_sequences, eos_ids)
-    target = engine.allocate(torch.float32)
-    transport = LocalTransport(lambda: named_weights(reference, engine), target)
+    engine.allocate()
+    transport = filling(engine, lambda: named_weights(reference, engine))
     return _published(engine, reference, tokenizer, transport)
 
 
 ENGINES: dict[str, Factory] = {"embedded-alias": serve_alias, "embedded-local": serve_local}
 
 
-def _parts(directory: Path, max_sequences: int, eos_ids: Sequence[int]) -> tuple[EmbeddedEngine, Any, Any]:
-    reference = load_model(directory, torch.float32).eval()
-    tokenizer = load_tokenizer(directory)
-    engine = EmbeddedEngine(
+def new_engine(
+    directory: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_length: int = 256,
+    max_sequences: int = 4,
+    eos_ids: Sequence[int] = (),
+) -> EmbeddedEngine:
+    """An embedded engine on CPU, without weights yet."""
+    return EmbeddedEngine(
         directory,
-        tokenizer,
+        load_tokenizer(directory),
         device=torch.device("cpu"),
+        dtype=dtype,
         eos_ids=eos_ids,
-        max_length=reference.config.max_position_embeddings,
+        max_length=max_length,
         max_sequences=max_sequences,
     )
-    return engine, reference, tokenizer
+
+
+def filling(engine: EmbeddedEngine, source: Callable[[], Mapping[str, Tensor]]) -> PlannedTransport:
+    """Fills the engine's buffers from whole float32 tensors of one process."""
+    target = engine.layout()
+    plan = Plan.of(replica_layout(target.atoms, "float32", 1), target, [0])
+    return PlannedTransport(plan, 0, source, engine.weights(), torch.device("cpu"))
+
+
+def _parts(directory: Path, max_sequences: int, eos_ids: Sequence[int]) -> tuple[EmbeddedEngine, Any, Any]:
+    reference = load_model(directory, torch.float32).eval()
+    length = reference.config.max_position_embeddings
+    engine = new_engine(directory, max_length=length, max_sequences=max_sequences, eos_ids=eos_ids)
+    return engine, reference, load_tokenizer(directory)
 
 
 def _published(engine: EmbeddedEngine, reference: Any, tokenizer: Any, transport: Any) -> Served:
@@ -88,7 +110,7 @@ def _published(engine: EmbeddedEngine, reference: Any, tokenizer: Any, transport
 
 def named_weights(reference: Any, engine: EmbeddedEngine) -> dict[str, Tensor]:
     """The reference's tensors by the names that the engine's layout asks for."""
-    return {name: reference.get_parameter(name) for name in engine.layout()}
+    return {name: reference.get_parameter(name) for name in engine.layout().local(0)}
 
 
 def request(id: int, prompt_ids: Sequence[int], seeds: Iterable[int] = (0,), **sampling: Any) -> Request:

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import DEADLINE_S, Served, request, run, serve_alias
+from engine_helpers import DEADLINE_S, Served, new_engine, request, run, serve_alias
 from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from stretto.engines import EngineError
 from stretto.engines.embedded import EmbeddedEngine
 from stretto.engines.embedded.kv import PrefillStep
-from stretto.models.checkpoint import load_tokenizer
 from stretto.types import Version
 
 
@@ -172,12 +171,10 @@ def test_weights_that_overflow_are_an_error_and_not_a_token(tiny_model: Path) ->
 
 
 def test_an_engine_without_weights_refuses(tiny_model: Path) -> None:
-    engine = EmbeddedEngine(
-        tiny_model, load_tokenizer(tiny_model), device=torch.device("cpu"), eos_ids=(), max_length=64, max_sequences=4
-    )
+    engine = new_engine(tiny_model)
     with pytest.raises(EngineError, match="no weights"):
         engine.generate([request(0, (3, 4))], deadline_s=DEADLINE_S)
-    engine.allocate(torch.float32)
+    engine.allocate()
     with pytest.raises(EngineError, match="no weights"):
         engine.generate([request(0, (3, 4))], deadline_s=DEADLINE_S)
 
@@ -204,14 +201,7 @@ def test_a_windowed_model_is_refused_with_the_engines_that_serve_it(
 ) -> None:
     directory = save_tiny(WINDOWED[family]())
     with pytest.raises(ValueError, match=r"sliding.*SGLang.*vLLM"):
-        EmbeddedEngine(
-            directory,
-            load_tokenizer(directory),
-            device=torch.device("cpu"),
-            eos_ids=(),
-            max_length=64,
-            max_sequences=4,
-        )
+        new_engine(directory)
 
 
 def test_a_model_that_could_have_a_window_but_has_none_is_served(save_tiny: Callable[[Any], Path]) -> None:

@@ -13,7 +13,9 @@ from engine_helpers import (
     Factory,
     Served,
     assert_logprobs,
+    filling,
     named_weights,
+    new_engine,
     nudge,
     request,
     run,
@@ -23,10 +25,11 @@ from engine_helpers import (
 
 from stretto.engines import EngineError
 from stretto.engines.embedded import EmbeddedEngine
-from stretto.models.checkpoint import load_model, load_tokenizer
-from stretto.sync.layout import check_complete, layout_of
+from stretto.models.checkpoint import load_model
+from stretto.sync.binding import tensor_differences
+from stretto.sync.coordinates import atoms_of
+from stretto.sync.layouts import fsdp_layout, replica_layout
 from stretto.sync.publication import Publisher
-from stretto.sync.transports import LocalTransport
 from stretto.sync.transports.alias import can_alias
 from stretto.types import Version
 
@@ -68,10 +71,21 @@ def test_an_alias_publication_moves_no_byte(tiny_model: Path) -> None:
 
 
 def test_only_whole_tensors_of_the_same_dtype_can_be_aliased(tiny_model: Path) -> None:
+    atoms = atoms_of(tiny_model)
     weights = dict(load_model(tiny_model, torch.float32).named_parameters())
-    assert can_alias(weights, torch.float32, torch.device("cpu"))
-    assert not can_alias(weights, torch.bfloat16, torch.device("cpu"))
-    assert not can_alias(weights, torch.float32, torch.device("meta"))
+    trainer, engine = fsdp_layout(atoms, "float32", 1), replica_layout(atoms, "float32", 1)
+    assert can_alias(trainer, engine, weights)
+    assert not can_alias(trainer, replica_layout(atoms, "bfloat16", 1), weights)
+    assert not can_alias(fsdp_layout(atoms, "float32", 2), replica_layout(atoms, "float32", 2), weights)
+    local = dict.fromkeys(weights, Shard())
+    assert not can_alias(trainer, engine, local), "FSDP moves and frees its shards, also those of one rank"
+
+
+class Shard:
+    """What tells a DTensor from a tensor."""
+
+    def to_local(self) -> torch.Tensor:
+        return torch.empty(0)
 
 
 def test_an_alias_that_was_broken_fails_the_publication(tiny_model: Path) -> None:
@@ -111,10 +125,9 @@ def test_a_local_engine_keeps_the_old_weights_until_the_transfer(tiny_model: Pat
 def test_a_cast_rounds_once(tiny_model: Path) -> None:
     source = load_model(tiny_model, torch.float32)
     nudge(source, seed=3)
-    engine = bfloat16_engine(tiny_model)
-    publisher = Publisher(
-        engine, LocalTransport(lambda: named_weights(source, engine), engine.allocate(torch.bfloat16))
-    )
+    engine = new_engine(tiny_model, dtype=torch.bfloat16)
+    engine.allocate()
+    publisher = Publisher(engine, filling(engine, lambda: named_weights(source, engine)))
     publisher.open(Version(1, 0))
     publisher.close()
     for name, tensor in engine.weights().items():
@@ -127,16 +140,10 @@ def test_a_cast_rounds_once(tiny_model: Path) -> None:
     assert_logprobs(served, request(0, tuple(range(2, 30)), (1, 2)), completion, tolerance=0.3)
 
 
-def bfloat16_engine(directory: Path) -> EmbeddedEngine:
-    return EmbeddedEngine(
-        directory, load_tokenizer(directory), device=torch.device("cpu"), eos_ids=(), max_length=256, max_sequences=4
-    )
-
-
 @pytest.mark.parametrize("serve", [serve_alias, serve_local])
 def test_a_tied_head_stays_tied(serve: Factory, tiny_model: Path) -> None:
     served = serve(tiny_model)
-    assert "lm_head.weight" not in served.engine.layout()
+    assert "lm_head.weight" not in served.engine.layout().local(0)
     for number in (1, 2):
         served.publish(number, lambda number=number: nudge(served.reference, seed=number))
         module = engine_of(served)._module
@@ -147,7 +154,7 @@ def test_a_tied_head_stays_tied(serve: Factory, tiny_model: Path) -> None:
 @pytest.mark.parametrize("serve", [serve_alias, serve_local])
 def test_the_layout_is_that_of_the_checkpoint(serve: Factory, tiny_model: Path) -> None:
     served = serve(tiny_model)
-    check_complete(layout_of(served.reference.named_parameters()), served.engine.layout())
+    assert tensor_differences(served.engine.layout(), 0, dict(served.reference.named_parameters())) == []
 
 
 def test_memory_is_flat_over_fifty_publications(tiny_model: Path) -> None:
@@ -175,10 +182,10 @@ def test_a_transfer_that_fails_halfway_leaves_the_engine_refusing_until_a_whole_
     def source() -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in named_weights(served.reference, engine).items() if name not in lost}
 
-    publisher = Publisher(engine, LocalTransport(source, engine.weights()))
+    publisher = Publisher(engine, filling(engine, source))
     nudge(served.reference, seed=1)
     publisher.open(Version(1, 1))
-    with pytest.raises(KeyError, match="norm"):
+    with pytest.raises(ValueError, match=r"no tensor model\.norm\.weight at rank 0"):
         publisher.close()
     assert engine.version == Version(1, 0)
     one = request(0, served.prompt(5))

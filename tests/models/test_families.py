@@ -163,9 +163,9 @@ def test_transformer_engine_holds_the_norms_in_the_linear_behind_them() -> None:
     assert norms_of(latent, 1) == {"input_layernorm.weight", "pre_mlp_layernorm.weight"} | up
     assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in mixed  # dense by mlp_only_layers
     assert "decoder.layers.3.pre_mlp_layernorm.weight" in mixed
-    assert "decoder.layers.3.mlp.experts.local_experts.15.linear_fc2.weight" in mixed
+    assert {f"decoder.layers.3.mlp.experts.local_experts.15.linear_fc{n}.weight" for n in (1, 2)} <= mixed
     grouped = te_names("qwen3-moe-mixed", grouped=True)
-    assert "decoder.layers.3.mlp.experts.linear_fc2.weight15" in grouped
+    assert {f"decoder.layers.3.mlp.experts.linear_fc{n}.weight15" for n in (1, 2)} <= grouped
     assert not [name for name in grouped if "local_experts" in name]
 
 
@@ -176,6 +176,35 @@ def te_names(name: str, grouped: bool = False) -> set[str]:
 def norms_of(names: set[str], layer: int) -> set[str]:
     start = f"decoder.layers.{layer}."
     return {name.removeprefix(start) for name in names if name.startswith(start) and "norm" in name}
+
+
+def test_engines_fuse_projections_and_stack_experts() -> None:
+    """Names and shapes read off SGLang 0.5 and vLLM 0.32, which are not run here."""
+    atoms = atoms_of("deepseek-v3")
+    start, local = "model.layers.1.", engine_layout(atoms, DTYPE, EngineSizes("sglang", tp=2)).local(0)
+    layer = {key.removeprefix(start): one for key, one in local.items() if key.startswith(start)}
+    assert layer == {
+        "input_layernorm.weight": ((48,), DTYPE),
+        "post_attention_layernorm.weight": ((48,), DTYPE),
+        "self_attn.fused_qkv_a_proj_with_mqa.weight": ((10 + 14 + 2, 48), DTYPE),
+        "self_attn.q_a_layernorm.weight": ((10,), DTYPE),
+        "self_attn.q_b_proj.weight": ((2 * (7 + 2), 10), DTYPE),
+        "self_attn.kv_a_layernorm.weight": ((14,), DTYPE),
+        "self_attn.kv_b_proj.weight": ((2 * (7 + 6), 14), DTYPE),
+        "self_attn.o_proj.weight": ((48, 2 * 6), DTYPE),
+        "mlp.gate.weight": ((8, 48), DTYPE),
+        "mlp.gate.e_score_correction_bias": ((8,), "float32"),
+        "mlp.experts.w13_weight": ((8, 2 * 6, 48), DTYPE),
+        "mlp.experts.w2_weight": ((8, 48, 6), DTYPE),
+        "mlp.shared_experts.gate_up_proj.weight": ((2 * 18, 48), DTYPE),
+        "mlp.shared_experts.down_proj.weight": ((48, 18), DTYPE),
+    }
+    vllm = set(engine_layout(atoms, DTYPE, EngineSizes("vllm", tp=2)).local(0))
+    assert {key.removeprefix(start) for key in vllm - set(local) if key.startswith(start)} == {
+        "self_attn.fused_qkv_a_proj.weight",
+        "mlp.experts.routed_experts.w13_weight",
+        "mlp.experts.routed_experts.w2_weight",
+    }
 
 
 def layouts(name: str) -> Iterator[Layout]:

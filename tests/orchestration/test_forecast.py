@@ -89,10 +89,16 @@ def test_kv_bytes_are_those_of_the_engines_slabs_at_full_length(
     tiny_model: Path, tmp_path: Path, groups: int, samples: int, new: int, limit: int
 ) -> None:
     engine = EmbeddedEngine(
-        tiny_model, None, device=torch.device("cpu"), eos_ids=(), max_length=256, max_sequences=limit
+        tiny_model,
+        None,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        eos_ids=(),
+        max_length=256,
+        max_sequences=limit,
     )
     weights = load_model(tiny_model, torch.float32)
-    engine.adopt({name: weights.get_parameter(name) for name in engine.layout()})
+    engine.adopt({name: weights.get_parameter(name) for name in engine.layout().local(0)})
     requests = [Request(i, (5,) * (7 - i % 2), tuple(range(samples)), Sampling(new)) for i in range(groups)]
     generation: Any = engine.generate(requests, deadline_s=100)
     next(generation)

@@ -1,13 +1,19 @@
-"""A publication's protocol, and the local transport that carries it."""
+"""A publication's protocol, and the planned transport that carries it inside a process."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from torch import Tensor
 
+from stretto.models.language import Piece, WeightMap, row
+from stretto.sync.layout import Atoms
+from stretto.sync.layouts import checkpoint_layout, replica_layout
+from stretto.sync.plan import Plan
 from stretto.sync.publication import Publisher
-from stretto.sync.transports import LocalTransport
+from stretto.sync.transports import PlannedTransport
 from stretto.types import Version
 
 
@@ -101,9 +107,22 @@ def tensors() -> dict[str, Tensor]:
     return {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
 
 
+def buffers() -> dict[str, Tensor]:
+    return {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
+
+
+def local(source: Callable[[], Mapping[str, Tensor]], target: Mapping[str, Tensor]) -> PlannedTransport:
+    """Carries float32 tensors into an engine of one process that has `a` in bfloat16 and `b` in float32."""
+    rows = (row(Piece("a", "2 3")), row(Piece("b", "4", dtype="float32")))
+    atoms = Atoms.of(WeightMap(family="test", sizes={}, rows=rows, layer_count=1))
+    plan = Plan.of(checkpoint_layout(atoms, "float32"), replica_layout(atoms, "bfloat16", 1), [0])
+    return PlannedTransport(plan, 0, source, target, torch.device("cpu"))
+
+
 def test_a_local_transfer_copies_every_tensor_and_counts_the_bytes_written() -> None:
-    source, target = tensors(), {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
-    transport = LocalTransport(lambda: source, target)
+    source, target = tensors(), buffers()
+    transport = local(lambda: source, target)
+    assert transport.name == "local"
     assert transport.transfer(Version(1, 1)) == 6 * 2 + 4 * 4
     transport.verify()
     assert target["a"].equal(source["a"].bfloat16())
@@ -111,25 +130,33 @@ def test_a_local_transfer_copies_every_tensor_and_counts_the_bytes_written() -> 
 
 
 def test_a_local_transfer_asks_for_the_source_anew_each_time() -> None:
-    sources = iter([tensors(), {name: tensor + 1 for name, tensor in tensors().items()}])
-    target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    transport = LocalTransport(lambda: next(sources), target)
+    """Also when the source is elsewhere, of other strides, or in other memory under the same address."""
+    first, target = tensors(), buffers()
+    transposed = {"a": (first["a"] + 1).T.contiguous().T, "b": first["b"] + 1}
+    sources = iter([first, transposed, first])
+    transport = local(lambda: next(sources), target)
     transport.transfer(Version(1, 1))
-    transport.transfer(Version(1, 1))
-    assert target["b"].equal(torch.full((4,), 2.0))
+    transport.transfer(Version(1, 2))
+    assert target["a"].equal(transposed["a"].bfloat16())
+    assert target["b"].tolist() == [2.0] * 4
+    first["a"].fill_(7)
+    first["b"].data = torch.full((4,), 9.0)
+    transport.transfer(Version(1, 3))
+    assert target["a"].tolist() == [[7.0] * 3] * 2
+    assert target["b"].tolist() == [9.0] * 4
 
 
 def test_a_cast_rounds_to_nearest_even() -> None:
     """1 + 2^-8 lies halfway between two bf16 numbers; a bit more goes up; two roundings would lose it."""
-    source = {"a": torch.tensor([1 + 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 1 + 3 * 2.0**-8])}
-    target = {"a": torch.zeros(3, dtype=torch.bfloat16)}
-    LocalTransport(lambda: source, target).transfer(Version(1, 1))
-    assert target["a"].tolist() == [1.0, 1 + 2.0**-7, 1 + 2.0**-6]
+    halves = torch.tensor([1 + 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 1 + 3 * 2.0**-8])
+    source, target = {"a": halves.repeat(2, 1), "b": torch.ones(4)}, buffers()
+    local(lambda: source, target).transfer(Version(1, 1))
+    assert target["a"].tolist() == [[1.0, 1 + 2.0**-7, 1 + 2.0**-6]] * 2
 
 
 def test_verify_names_what_was_not_filled_or_has_moved() -> None:
-    target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    transport = LocalTransport(tensors, target)
+    target = buffers()
+    transport = local(tensors, target)
     with pytest.raises(RuntimeError, match="a was not filled"):
         transport.verify()
     transport.transfer(Version(1, 1))
@@ -140,11 +167,15 @@ def test_verify_names_what_was_not_filled_or_has_moved() -> None:
 
 def test_a_transfer_that_fails_is_not_verified_by_the_one_before_it() -> None:
     lost: list[str] = []
-    target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    transport = LocalTransport(lambda: {n: t for n, t in tensors().items() if n not in lost}, target)
+    transport = local(lambda: {n: t for n, t in tensors().items() if n not in lost}, buffers())
     transport.transfer(Version(1, 1))
     lost.append("b")
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="source checkpoint has no tensor b at rank 0"):
         transport.transfer(Version(1, 1))
-    with pytest.raises(RuntimeError, match="b was not filled"):
+    with pytest.raises(RuntimeError, match="was not filled"):
         transport.verify()
+
+
+def test_a_source_that_is_smaller_than_its_layout_is_an_error() -> None:
+    with pytest.raises(ValueError, match="a has 5 elements, fewer than its layout says"):
+        local(lambda: {"a": torch.ones(5), "b": torch.ones(4)}, buffers()).transfer(Version(1, 1))

@@ -23,7 +23,7 @@ from trainer_samples import (
     worst,
 )
 
-from stretto.trainers.fsdp.plan import plan_updates
+from stretto.trainers.updates import plan_updates
 from stretto.types import Batch
 from stretto.world import World
 

@@ -20,7 +20,13 @@ def test_ratio_is_one_and_engine_and_trainer_agree(request: pytest.FixtureReques
     trainer = new_trainer(directory, run_config({"dtype": "float32", "batching": batching, "lr": 1e-3}))
     tokenizer = load_tokenizer(directory)
     engine = EmbeddedEngine(
-        directory, tokenizer, device=torch.device("cpu"), eos_ids=(), max_length=128, max_sequences=16
+        directory,
+        tokenizer,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        eos_ids=(),
+        max_length=128,
+        max_sequences=16,
     )
     engine.adopt(trainer.weights())
     engine.prepare(Version(1, 0))

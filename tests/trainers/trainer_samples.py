@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from stretto.config import RunConfig, config_from_dict
 from stretto.data.batching import cut
 from stretto.trainers.fsdp import FSDPTrainer
-from stretto.trainers.fsdp.plan import plan_updates
+from stretto.trainers.updates import plan_updates
 from stretto.types import Batch, FinishReason, Rollout
 from stretto.world import World, whole
 

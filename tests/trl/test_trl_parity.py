@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto.config import config_from_dict
 from stretto.data.batching import slot_offsets
 from stretto.trainers.fsdp import FSDPTrainer
-from stretto.trainers.fsdp.plan import plan_updates
+from stretto.trainers.updates import plan_updates
 from stretto.types import Batch, FinishReason, Rollout
 from stretto.world import World
 

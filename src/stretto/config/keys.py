@@ -15,7 +15,7 @@ from stretto.config.sections import Section
 
 _NOUNS = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a table"}
 _PLURALS = {str: "texts", int: "integers", float: "numbers"}
-# What other libraries call our keys (TRL, verl, transformers): a name that no likeness would find.
+# What other libraries call our keys (TRL, verl, transformers, Megatron): a name that no likeness would find.
 _ELSEWHERE = {
     "learning_rate": "trainer.lr",
     "beta": "algorithm.kl_coef",
@@ -31,6 +31,19 @@ _ELSEWHERE = {
     "save_steps": "checkpoint.every",
     "eval_steps": "eval.every",
     "gradient_checkpointing": "trainer.activation_checkpointing",
+    "strategy": "trainer.backend",
+    "tensor_model_parallel_size": "trainer.tp",
+    "tensor_parallel_size": "trainer.tp",
+    "pipeline_model_parallel_size": "trainer.pp",
+    "pipeline_parallel_size": "trainer.pp",
+    "virtual_pipeline_model_parallel_size": "trainer.vpp",
+    "num_virtual_stages_per_pipeline_rank": "trainer.vpp",
+    "pipeline_model_parallel_layout": "trainer.pp_layers",
+    "expert_model_parallel_size": "trainer.ep",
+    "expert_parallel_size": "trainer.ep",
+    "expert_tensor_parallel_size": "trainer.etp",
+    "use_remove_padding": "trainer.batching",
+    "update_weights_bucket_megabytes": "sync.extra_mib",
 }
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -116,7 +129,8 @@ def _words(annotation: Any, metadata: Sequence[Any]) -> str:
     if origin is tuple:
         item, *rules = get_args(arguments[0]) if get_origin(arguments[0]) is Annotated else (arguments[0],)
         inner = [part for rule in rules for part in getattr(rule, "metadata", [rule])]
-        return f"a list of {len(arguments)} {_PLURALS[item]}" + _limits(inner)
+        count = "" if arguments[-1] is ... else f"{len(arguments)} "
+        return f"a list of {count}{_PLURALS[item]}" + _limits(inner)
     return _NOUNS[origin or annotation] + _limits(metadata)
 
 

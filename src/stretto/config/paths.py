@@ -15,6 +15,8 @@ def resolve_path(key: str, value: Any, base: Path) -> Any:
     """`value` of `key` with the file it names made absolute; names of other things, and other keys, stay."""
     if key in _PATHS and isinstance(value, str):
         return _resolve(value, base)
+    if key == "model.map" and isinstance(value, str):
+        return os.path.abspath(base / Path(value).expanduser())
     if key == "reward.functions" and isinstance(value, list):
         return [_resolve_function(item, base) if isinstance(item, str) else item for item in value]
     return value

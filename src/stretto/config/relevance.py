@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from stretto.config.run import RunConfig
+    from stretto.config.sections import TrainerConfig
 
 _FILES = (".jsonl", ".json-lines", ".json", ".parquet")
 _NO_DATASET = "no Hugging Face dataset is read with it"
@@ -43,11 +44,8 @@ IGNORED: tuple[Rule, ...] = (
         lambda c: c.trainer.backend != "megatron",
         'trainer.backend is not "megatron"',
     ),
-    Rule(
-        ("trainer.sequence_parallel",),
-        lambda c: c.trainer.tp == 1,
-        "trainer.tp is 1",
-    ),
+    Rule(("trainer.sequence_parallel",), lambda c: c.trainer.tp == 1, "trainer.tp is 1"),
+    Rule(("trainer.vpp", "trainer.pp_layers"), lambda c: c.trainer.pp == 1, "trainer.pp is 1"),
     Rule(
         ("model.map",),
         lambda c: c.trainer.backend == "megatron" and c.trainer.names == "bridge",
@@ -142,3 +140,20 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     updates, prompts = config.trainer.updates_per_batch, config.rollout.prompts_per_step
     if updates > prompts:
         yield f"trainer.updates_per_batch = {updates} is more than the {prompts} prompts of a step"
+    yield from _megatron_contradictions(config.trainer)
+
+
+def _megatron_contradictions(trainer: TrainerConfig) -> Iterator[str]:
+    if trainer.backend != "megatron":
+        return
+    stages = trainer.pp * trainer.vpp
+    if trainer.pp_layers and stages > 1 and len(trainer.pp_layers) != stages:
+        yield (
+            f"trainer.pp_layers has {len(trainer.pp_layers)} numbers and there are {stages} stages "
+            "(trainer.pp x trainer.vpp)"
+        )
+    if trainer.packed:
+        yield (
+            'trainer.batching = "packed" needs the fsdp trainer: the attention of Megatron\'s local layers has no mask '
+            'for packed rows; set "padded" or leave it out'
+        )

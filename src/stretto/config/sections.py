@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
+_Layers = Annotated[int, Field(ge=1)]
 
 
 def _as_tuple(value: Any) -> Any:
@@ -132,7 +133,7 @@ class TrainerConfig(Section):
     """Megatron: pipeline parallel size."""
     vpp: int = Field(default=1, ge=1)
     """Megatron: model chunks a pipeline stage (interleaved schedule)."""
-    pp_layers: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
+    pp_layers: Annotated[tuple[_Layers, ...], BeforeValidator(_as_tuple)] = ()
     """Megatron: layers of every stage, chunk by chunk; even when left out, the first stages having one more."""
     ep: int = Field(default=1, ge=1)
     """Megatron: expert parallel size."""

@@ -135,12 +135,3 @@ def experts() -> list[Row]:
 def only(one: Row, *sides: str) -> Row:
     """The row for some sides alone: for a weight whose dtype is fixed on some sides and free on others."""
     return replace(one, held=MappingProxyType({side: held for side, held in one.held.items() if side in sides}))
-
-
-def refuse_quantised(c: Any) -> None:
-    """Raise ValueError for a checkpoint with quantised weights, whose scales are functions of values."""
-    if getattr(c, "quantization_config", None):
-        raise ValueError(
-            f"the checkpoint's {c.model_type} weights are quantised (config.quantization_config); "
-            "use a bf16 or fp32 copy of it"
-        )

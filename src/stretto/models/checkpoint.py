@@ -70,12 +70,11 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 def load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The checkpoint's causal language model on CPU in `dtype`. A missing or surplus weight is a ValueError."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _model_class(load_config(directory)).from_pretrained(
             directory, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
     except Exception as error:
@@ -109,10 +108,16 @@ def odd_layers(config: Any) -> list[str]:
 
 def empty_model(directory: Path) -> PreTrainedModel:
     """The model without memory for its weights (on the meta device)."""
-    from transformers import AutoModelForCausalLM
-
+    config = load_config(directory)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(directory))
+        return _model_class(config).from_config(config)
+
+
+def _model_class(config: Any) -> Any:
+    """Transformers' class that makes the model of a configuration: text alone where there is one, else with images."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
 def stored_dtype(directory: Path) -> str:

@@ -13,7 +13,6 @@ from stretto.models.blocks import (
     head_copy,
     norms,
     only,
-    refuse_quantised,
     router,
 )
 from stretto.models.language import MEGATRON_SIDES, Held, Piece, Row, WeightMap, layers, row
@@ -23,7 +22,6 @@ from stretto.models.registry import family
 @family("DeepseekV3Config")
 def deepseek_v3(c: Any) -> WeightMap:
     """DeepseekV3ForCausalLM. Layers behind the last in the files, which predict further tokens, are dropped."""
-    refuse_quantised(c)
     if c.attention_bias:
         raise ValueError(
             "deepseek_v3 with attention_bias has no weight map; set it to false if the files have no biases"
@@ -46,7 +44,7 @@ def deepseek_v3(c: Any) -> WeightMap:
         },
         rows=(
             *embedding(tied=c.tie_word_embeddings),
-            *(layers(dense, [*norms(latent=True), *attend, *gated_mlp()]) if dense else ()),
+            *layers(dense, [*norms(latent=True), *attend, *gated_mlp()]),
             *(layers(routed, [*norms(latent=True, experts=True), *attend, *mixture]) if routed else ()),
             final_norm(),
         ),

@@ -1,4 +1,4 @@
-"""What a configuration alone says about a model: its tensors in memory and in files, without weights or their memory."""
+"""What a configuration alone says about a model: its tensors in memory and in files. No weights are there."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class Description:
     """Names in memory of tensors that are another's: the head that is the embedding."""
     centred: frozenset[str]
     """Weights of norms that are centred at zero: the norm multiplies by 1 + the weight."""
+    transposed: frozenset[str]
+    """Weights with their inputs as rows (GPT-2's), not as columns."""
 
 
 def read_config(model: str) -> Any:
@@ -49,7 +51,9 @@ def read_config(model: str) -> Any:
     path = Path(model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json: it is not a Hugging Face checkpoint directory")
-    if not path.exists() and (path.is_absolute() or model.startswith(".") or path.suffix or model.count("/") > 1):
+    if not path.exists() and (
+        path.is_absolute() or model.startswith(".") or path.suffix == ".json" or model.count("/") > 1
+    ):
         raise ValueError(f"{path} is neither a checkpoint directory nor a config.json")
     try:
         return AutoConfig.from_pretrained(path if path.exists() else model)
@@ -61,9 +65,9 @@ def read_config(model: str) -> Any:
 def describe(config: Any) -> Description:
     """Build the model on the meta device and look at it. Raises ValueError when transformers cannot."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    causal = type(config) in AutoModelForCausalLM._model_mapping
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
     try:
         with torch.device("meta"), _quiet():
@@ -76,11 +80,20 @@ def describe(config: Any) -> Description:
     every = model.state_dict()
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = {name: one for name, one in every.items() if name in own}
+    written = _written(model, held)
+    ordered = {name: written[name] for name in (*(name for name in held if name in written), *written)}
     first = {id(one): name for name, one in own.items()}
-    everywhere = {**dict(model.named_parameters(remove_duplicate=False))}
+    everywhere = dict(model.named_parameters(remove_duplicate=False))
     tied = {name: first[id(one)] for name, one in everywhere.items() if name not in own}
+    transposed = (f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D")
     return Description(
-        config, type(model).__name__, _tensors(held), _tensors(_written(model, held)), tied, frozenset(_centred(model))
+        config=config,
+        architecture=type(model).__name__,
+        memory=_tensors(held),
+        files=_tensors(ordered),
+        tied=tied,
+        centred=frozenset(_centred(model)),
+        transposed=frozenset(transposed),
     )
 
 

@@ -12,7 +12,8 @@ from stretto.models.language import Piece, WeightMap, row
 def identity_map(family: str, tensors: Iterable[tuple[str, Tensor, bool]]) -> WeightMap:
     """A map in which the files, memory and engines have the same tensors; Megatron-Core has none of them.
 
-    `tensors` are names, (meta) tensors and whether each is a buffer. Right for every model that transformers holds in memory as it is on disk.
+    `tensors` are names, (meta) tensors and whether each is a buffer. Right for every model that transformers holds in
+    memory as it is on disk.
     """
     rows = tuple(
         row(Piece(name, " ".join(map(str, tensor.shape)), buffer=is_buffer), cut=False)

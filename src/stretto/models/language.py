@@ -2,11 +2,12 @@
 
 A *piece* is a tensor of the checkpoint, or the part of one that some side holds apart. Its axes are products of named
 factors, outermost first: ``"(g q d) h"`` says that the rows of q_proj are kv groups x queries per group x head dim. A
-factor named in braces in the piece's name runs over tensors: ``experts.{e}.gate_proj.weight`` is one piece for all experts.
+factor named in braces in the piece's name runs over tensors: ``experts.{e}.gate_proj.weight`` is one piece for all
+experts.
 
 The factors that tensor parallelism cuts have fixed letters: ``v`` vocabulary, ``g`` kv groups, ``n`` heads of latent
-attention, ``a`` key heads of linear attention, ``f`` rows of an MLP, ``s`` rows of a shared expert; for experts ``e`` their number and ``m``
-their rows. Any other letter is never cut.
+attention, ``a`` key heads of linear attention, ``f`` rows of an MLP, ``s`` rows of a shared expert; for experts ``e``
+their number and ``m`` their rows. Any other letter is never cut.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from types import MappingProxyType
 from typing import Any
 
 SIDES = ("checkpoint", "memory", "megatron", "te", "grouped", "engine")
-"""The columns of a map: the files; transformers in memory (FSDP2 and embedded); Megatron-Core with its local layers, with
-Transformer Engine's, and with grouped experts; SGLang and vLLM."""
+"""The columns of a map: the files; transformers in memory (FSDP2 and embedded); Megatron-Core with its local layers,
+with Transformer Engine's, and with grouped experts; SGLang and vLLM."""
 MEGATRON_SIDES = ("megatron", "te", "grouped")
 
 _BRACES = re.compile(r"\{(\w+)\}")
@@ -32,7 +33,8 @@ _AXIS = re.compile(r"\(([^)]*)\)|(\S+)")
 class Piece:
     """A tensor of the checkpoint, or a part of one.
 
-    `dtype` when every side keeps this one, whatever it computes in; `buffer` for what is no parameter: FSDP2 does not cut it.
+    `dtype` when every side keeps this one, whatever it computes in; `buffer` for what is no parameter: FSDP2 does not
+    cut it.
     """
 
     name: str
@@ -63,9 +65,9 @@ class Held:
     """A tensor of one side: its pieces one after another along the first axis, for each index of the factors `per`.
 
     ``Held("linear_qkv.weight", per="g")`` of q, k, v: for each kv group its queries, its key, its value. A factor that
-    runs over the checkpoint's tensors and is not in braces here is stacked as the tensor's first axis. `transpose` swaps the last two
-    axes. The side's values are the checkpoint's plus `add` (a norm centred at zero, held as its whole weight, is +1).
-    `order` says how the row factors behind `per` nest where they do not as in the checkpoint.
+    runs over the checkpoint's tensors and is not in braces here is stacked as the tensor's first axis. `transpose`
+    swaps the last two axes. The side's values are the checkpoint's plus `add` (a norm centred at zero, held as its
+    whole weight, is +1). `order` says how the row factors behind `per` nest where they do not as in the checkpoint.
     """
 
     name: str
@@ -79,9 +81,10 @@ class Held:
 class Row:
     """Some pieces and, for each side, the tensors that hold them.
 
-    `held` has either one tensor for all pieces or one for each. A side that is left out does not have them. `cut` is False for
-    what every tensor-parallel rank has whole. `stage` is where Megatron's pipeline has it: "first", "last", or "layer". A `tied` row is a
-    copy that only pipeline parallelism makes: Megatron's last stage has the embedding again.
+    `held` has either one tensor for all pieces or one for each. A side that is left out does not have them. `cut` is
+    False for what every tensor-parallel rank has whole. `stage` is where Megatron's pipeline has it: "first", "last",
+    or "layer". A `tied` row is a copy that only pipeline parallelism makes: Megatron's last stage has the embedding
+    again.
     """
 
     pieces: tuple[Piece, ...]
@@ -144,6 +147,8 @@ def layers(
 ) -> list[Row]:
     """The rows of a layer, for every layer of `indices` (or of the first so many), with names below a prefix."""
     numbers = tuple(range(indices) if isinstance(indices, int) else indices)
+    if not numbers:
+        return []
     starts = {side: megatron if side in MEGATRON_SIDES else prefix for side in SIDES}
     return [
         replace(
@@ -166,6 +171,7 @@ class WeightMap:
     `layer_count` is the decoder's, which pipeline stages share out. `megatron` are the settings of Megatron-Core's
     TransformerConfig that the family needs beside what its Hugging Face config says; None when Megatron-Core has no
     such model. `spelled` is, for an engine, what its names have instead of parts of the engine column's.
+    `unresolved` are tensors for which a map that `stretto new-model` began has no row yet: until then it is refused.
     """
 
     family: str
@@ -175,6 +181,7 @@ class WeightMap:
     dropped: tuple[str, ...] = ()
     megatron: Mapping[str, Any] | None = field(default=None)
     spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    unresolved: tuple[str, ...] = ()
 
     def size(self, factor: str) -> int:
         """How many values a factor has; a number stands for itself."""

@@ -14,8 +14,8 @@ from stretto.models.registry import claims, load_map_file, weight_map
 def map_of(directory: Path, map_file: str | None = None) -> WeightMap:
     """The map of the checkpoint in `directory`; `map_file` (model.map) declares families that are not shipped.
 
-    A model of no known family gets a map in which every tensor is itself, which serves FSDP2 and the embedded engine. Raises
-    ValueError when the map file cannot be run or two maps claim the model.
+    A model of no known family gets a map in which every tensor is itself, which serves FSDP2 and the embedded engine.
+    Raises ValueError when the map file cannot be run or two maps claim the model.
     """
     if map_file is not None:
         load_map_file(Path(map_file))

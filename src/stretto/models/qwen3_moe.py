@@ -38,7 +38,7 @@ def qwen3_moe(c: Any) -> WeightMap:
         },
         rows=(
             *embedding(tied=c.tie_word_embeddings),
-            *(layers(dense, [*norms(), *attend, *gated_mlp()]) if dense else ()),
+            *layers(dense, [*norms(), *attend, *gated_mlp()]),
             *(layers(routed, [*norms(experts=True), *attend, router(), *experts()]) if routed else ()),
             final_norm(),
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from stretto.models.blocks import (
+    VLLM_EXPERTS,
     embedding,
     experts,
     final_norm,
@@ -16,7 +17,6 @@ from stretto.models.blocks import (
     head_copy,
     heads,
     only,
-    refuse_quantised,
     router,
 )
 from stretto.models.language import SIDES, Held, Piece, Row, WeightMap, layers, row
@@ -29,7 +29,6 @@ _FUSED = ("te", "grouped")
 @family("Qwen3NextConfig")
 def qwen3_next(c: Any) -> WeightMap:
     """Qwen3NextForCausalLM. The layer that predicts a second token (mtp) is dropped, as transformers does."""
-    refuse_quantised(c)
     if c.attention_bias:
         raise ValueError(
             "qwen3_next with attention_bias has no weight map; set it to false if the files have no biases"
@@ -54,6 +53,7 @@ def qwen3_next(c: Any) -> WeightMap:
             *(one for kind, numbers in kinds.items() for one in layers(numbers, _layer(*kind))),
             final_norm(),
         ),
+        spelled={"vllm": VLLM_EXPERTS},
         layer_count=c.num_hidden_layers,
         dropped=("mtp.*", *head_copy(tied=c.tie_word_embeddings)),
         megatron={

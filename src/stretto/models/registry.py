@@ -34,6 +34,8 @@ def families() -> dict[str, list[Builder]]:
     import stretto.models
 
     for module in pkgutil.iter_modules(stretto.models.__path__):
+        if module.ispkg:
+            continue
         importlib.import_module(f"stretto.models.{module.name}")
     return dict(_CLAIMS)
 
@@ -43,7 +45,8 @@ def load_map_file(path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"model.map {path} is not a file")
     spec = importlib.util.spec_from_file_location(f"stretto_map_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except Exception as error:
@@ -58,7 +61,8 @@ def claims(config: Any) -> list[Builder]:
 def weight_map(config: Any) -> WeightMap:
     """The weight map of a transformers configuration.
 
-    Raises ValueError when no map claims its exact type (with the nearest known one) or when two do.
+    Raises ValueError when no map claims its exact type (with the nearest known one), when two do, or when the one
+    that does is not finished.
     """
     name = type(config).__name__
     found = claims(config)
@@ -72,4 +76,20 @@ def weight_map(config: Any) -> WeightMap:
             + (f" (nearest: {near[0]}; a map is for one exact type)" if near else "")
             + "; run `stretto new-model` on the checkpoint to begin one"
         )
-    return found[0](config)
+    _refuse_quantised(config)
+    made = found[0](config)
+    if made.unresolved:
+        raise ValueError(
+            f"the {made.family} map is not finished; give each of these a row and take it out of `unresolved`:\n  "
+            + "\n  ".join(made.unresolved)
+        )
+    return made
+
+
+def _refuse_quantised(c: Any) -> None:
+    """Raise ValueError for a checkpoint with quantised weights, whose scales are functions of values."""
+    if getattr(c, "quantization_config", None):
+        raise ValueError(
+            f"the checkpoint's {c.model_type} weights are quantised (config.quantization_config); "
+            "use a bf16 or fp32 copy of it"
+        )

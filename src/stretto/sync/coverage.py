@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 
 import numpy as np
 
+from stretto.sync.boxes import meeting, members
 from stretto.sync.layout import Ints, Layout
 
 _SHOWN = 20
 
 
 def check_atoms(source: Layout, target: Layout) -> None:
-    """Raise ValueError unless both sides have the same pieces of the checkpoint; both lists of names are in the message."""
+    """Raise ValueError unless both sides have the same pieces of the checkpoint; the message has both lists of names.
+
+    No rank may have two tensors of one name.
+    """
     has, wants = (set(np.unique(layout.shards.atom).tolist()) for layout in (source, target))
     names = source.atoms.names
     unwritten, unread = sorted(wants - has), sorted(has - wants)
     lines = [
         *differences("nothing fills the target's", [names[a] for a in unwritten], [names[a] for a in has]),
         *differences("nothing reads the source's", [names[a] for a in unread], [names[a] for a in wants]),
+        *_twice(source),
+        *_twice(target),
     ]
     if lines:
         _refuse(source, target, lines)
+
+
+def _twice(layout: Layout) -> list[str]:
+    """Names that two tensors of a rank have."""
+    count = Counter((one.kind, one.name) for one in layout.tensors)
+    names = dict.fromkeys(name for (_, name), times in count.items() if times > 1)
+    return [f"{layout.title} has two tensors of the name {name}" for name in names]
 
 
 def check_source(source: Layout, atom: Ints, start: Ints, size: Ints) -> None:
@@ -34,26 +50,23 @@ def check_source(source: Layout, atom: Ints, start: Ints, size: Ints) -> None:
     lines = [
         f"{source.atoms.names[a]}: its ranks hold {int(volume[a])} of {int(sizes[a].prod())} elements" for a in wrong
     ]
-    edges = np.searchsorted(atom, np.arange(len(sizes) + 1))
-    lines += [
-        f"{source.atoms.names[a]}: two of its boxes overlap"
-        for a in np.nonzero(np.diff(edges) > 1)[0]
-        if _overlap(start[edges[a] : edges[a + 1]], size[edges[a] : edges[a + 1]])
-    ]
+    known: dict[tuple[bytes, bytes], bool] = {}
+    for a, (low, high) in enumerate(pairwise(np.searchsorted(atom, np.arange(len(sizes) + 1)))):
+        key = start[low:high].tobytes(), size[low:high].tobytes()
+        if key not in known:
+            boxes = start[low:high], size[low:high]
+            known[key] = len(meeting(*boxes, *boxes)[0]) > high - low
+        if known[key]:
+            lines.append(f"{source.atoms.names[a]}: two of its boxes overlap")
     if lines:
         raise ValueError(f"{source.title} does not hold the model once:\n  " + "\n  ".join(_some(lines)))
-
-
-def _overlap(start: Ints, size: Ints) -> bool:
-    stop = start + size
-    meet = (np.minimum(stop[:, None], stop[None]) > np.maximum(start[:, None], start[None])).all(axis=2)
-    return bool(meet.sum() > len(start))
 
 
 def check_filled(source: Layout, target: Layout, shard: Ints, size: Ints) -> None:
     """Raise ValueError unless the pieces of every target shard add up to it, and the shards of a rank to its tensors.
 
-    Pieces come from disjoint boxes, so equal volumes mean that every element is written once. Rows of padding are nobody's.
+    Pieces come from disjoint boxes, so equal volumes mean that every element is written once. Rows of padding are
+    nobody's.
     """
     shards = target.shards
     written = np.bincount(shard, weights=size.prod(axis=1), minlength=len(shards.atom))
@@ -84,21 +97,25 @@ def _unread(target: Layout) -> list[str]:
 
 def _unfilled(target: Layout) -> list[str]:
     """Tensors of which the shards of a rank are not the whole, padded rows of the vocabulary apart."""
-    shards, lines = target.shards, []
-    padded = {s for s, atom in enumerate(shards.atom) if "v" in target.atoms.pieces[atom].factors}
-    skip = np.array([s in padded for s in range(len(shards.atom))], dtype=bool)
-    numel = np.array([np.prod(one.shape) * (1 if one.count is None else one.count) for one in target.tensors])
-    kinds = np.array([one.kind for one in target.tensors])
-    for kind, ranks in enumerate(target.classes):
-        held = np.array([ranks[0] in group for group in target.groups])[shards.holders] & (kinds[shards.tensor] == kind)
-        filled = np.bincount(shards.tensor[held], weights=shards.volume[held], minlength=len(numel))
-        loose = np.bincount(shards.tensor[held & skip], minlength=len(numel)) > 0
-        wrong = (kinds == kind) & np.where(loose, filled > numel, filled != numel)
-        lines += [
-            f"{target.tensors[t].name}: {int(filled[t])} of {int(numel[t])} elements are written"
-            for t in np.nonzero(wrong)[0]
-        ]
-    return lines
+    shards, tensors = target.shards, target.tensors
+    shard, rank = members(target, shards.holders)
+    tensor = shards.tensor[shard]
+    key, place = np.unique(tensor * target.ranks + rank, return_inverse=True)
+    filled = np.bincount(place, weights=shards.volume[shard], minlength=len(key)).astype(np.int64)
+    tensor, rank = key // target.ranks, key % target.ranks
+    numel = np.array([math.prod(one.shape) * (1 if one.count is None else one.count) for one in tensors])
+    vocabulary = np.array(["v" in piece.factors for piece in target.atoms.pieces])
+    padded = np.bincount(shards.tensor[vocabulary[shards.atom]], minlength=len(tensors)) > 0
+    wrong = np.nonzero((filled > numel[tensor]) | ((filled < numel[tensor]) & ~padded[tensor]))[0]
+    holders = np.array([len(target.classes[one.kind]) for one in tensors])
+    left = np.nonzero((np.bincount(tensor, minlength=len(tensors)) < holders) & (numel > 0) & ~padded)[0]
+    return [
+        *(
+            f"{tensors[t].name}: {f} of {numel[t]} elements are written at rank {r}"
+            for t, f, r in zip(tensor[wrong], filled[wrong], rank[wrong], strict=True)
+        ),
+        *(f"{tensors[t].name}: nothing is written at some of its {holders[t]} ranks" for t in left),
+    ]
 
 
 def differences(what: str, names: Sequence[str], candidates: Iterable[str]) -> list[str]:

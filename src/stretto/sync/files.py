@@ -102,7 +102,8 @@ def export(
     tensors: Callable[[], Mapping[str, Tensor]],
     device: torch.device,
 ) -> None:
-    """Write the checkpoint `target` to safetensors files in `directory`; all ranks of `source` call, the first one writes.
+    """Write the checkpoint `target` to safetensors files in `directory`; all ranks of `source` call, the first one
+    writes.
 
     One file at a time is whole in the first rank's memory. Raises OSError or SafetensorError when it cannot be written.
     """

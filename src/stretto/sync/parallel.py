@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class MegatronSizes:
     """Megatron-Core's parallel sizes and the build options that move weights.
 
-    `tp` tensor, `pp` pipeline, `vpp` virtual stages (model chunks) a rank, `ep` expert, `etp` expert tensor, `dp` data parallel.
-    `pp_layers` counts the layers of every (virtual) stage in the order of the model; `vocab_divisor` is what the rows of
-    the embedding are padded to a multiple of, for each TP rank; `te` and `grouped_experts` choose among Megatron's spellings
-    and storages. Ranks are in Megatron's default order, tp-cp-ep-dp-pp.
+    `tp` tensor, `pp` pipeline, `vpp` virtual stages (model chunks) a rank, `ep` expert, `etp` expert tensor, `dp`
+    data parallel. `pp_layers` counts the layers of every (virtual) stage in the order of the model; `vocab_divisor`
+    is what the rows of the embedding are padded to a multiple of, for each TP rank; `te` and `grouped_experts` choose
+    among Megatron's spellings and storages. Ranks are in Megatron's default order, tp-cp-ep-dp-pp.
     """
 
     tp: int = 1

@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from stretto.sync import senders
+from stretto.sync.boxes import divided, meeting, members
 from stretto.sync.coverage import check_atoms, check_filled, check_source
 from stretto.sync.layout import ITEM_BYTES, Ints, Layout
 
@@ -78,21 +80,21 @@ class Plan:
 
         Without `target_at` every target rank is a process of its own, behind those of the source.
 
-        Raises ValueError, with the tensors and their nearest candidates, when an element of the target would be left unwritten or be written
-        twice, or when one of the source is read by nobody.
+        Raises ValueError, with the tensors and their nearest candidates, when an element of the target would be left
+        unwritten or be written twice, or when one of the source is read by nobody.
         """
         assert source.atoms.same(target.atoms), "two layouts of one map"
         check_atoms(source, target)
         boxes = _boxes(source)
         check_source(source, boxes.atom, boxes.start, boxes.size)
-        pieces = _split(_intersect(boxes, target), target)
+        pieces = _intersect(boxes, target)
         check_filled(source, target, pieces.target, pieces.size)
         begin = np.arange(source.ranks) if source_at is None else np.asarray(source_at)
         end = np.arange(target.ranks) + begin.max() + 1 if target_at is None else np.asarray(target_at)
         return cls(source, target, begin, end, boxes, pieces, _send(source, target, boxes, pieces, begin, end))
 
     def only(self, names: Collection[str]) -> Plan:
-        """The part of the plan that fills the target's tensors of these names (those of numbered tensors are patterns)."""
+        """The part of the plan that fills the target's tensors of these names (of numbered tensors, their patterns)."""
         wanted = np.array([tensor.name in names for tensor in self.target.tensors])
         keep = wanted[self.target.shards.tensor[self.pieces.target[self.sends.piece]]]
         return replace(self, sends=Sends(*(column[keep] for column in self.sends)))
@@ -205,57 +207,40 @@ def _boxes(source: Layout) -> Boxes:
 
 
 def _intersect(boxes: Boxes, target: Layout) -> Pieces:
-    """Every non-empty intersection of a source box with a target shard, atom by atom."""
-    shards = target.shards
-    by_atom = _runs(boxes.atom, len(target.atoms.names))
+    """Every non-empty intersection of a source box with a target shard, atom by atom; equal layers once."""
+    shards, atoms = target.shards, len(target.atoms.names)
     order = np.argsort(shards.atom, kind="stable")
-    wanted = _runs(shards.atom[order], len(target.atoms.names))
-    found: list[tuple[Ints, Ints, Ints, Ints]] = []
-    for (a, b), (c, d) in zip(by_atom, wanted, strict=True):
+    known: dict[tuple[bytes, ...], tuple[Ints, Ints]] = {}
+    found: list[tuple[Ints, Ints]] = []
+    for (a, b), (c, d) in zip(_runs(boxes.atom, atoms), _runs(shards.atom[order], atoms), strict=True):
         rows = order[c:d]
-        low = np.maximum(boxes.start[a:b, None], shards.start[None, rows])
-        high = np.minimum((boxes.start + boxes.size)[a:b, None], (shards.start + shards.size)[None, rows])
-        box, place = np.nonzero((high > low).all(axis=2))
-        found.append((low[box, place], (high - low)[box, place], box + a, rows[place]))
-    start, size, box, into = (np.concatenate([one[k] for one in found]) for k in range(4))
-    return Pieces(boxes.atom[box], start, size, box, into, _bytes(target, into, size))
+        arrays = boxes.start[a:b], boxes.size[a:b], shards.start[rows], shards.size[rows]
+        key = tuple(array.tobytes() for array in arrays)
+        if key not in known:
+            known[key] = meeting(*arrays)
+        box, place = known[key]
+        found.append((box + a, rows[place]))
+    box, into = (np.concatenate([one[k] for one in found]) for k in range(2))
+    start = np.maximum(boxes.start[box], shards.start[into])
+    stop = np.minimum((boxes.start + boxes.size)[box], (shards.start + shards.size)[into])
+    return _pieces(boxes, target, box, into, start, stop - start)
 
 
-def _bytes(target: Layout, shard: Ints, size: Ints) -> Ints:
-    item = np.array([ITEM_BYTES[tensor.dtype] for tensor in target.tensors], dtype=np.int64)
-    return size.prod(axis=1) * item[target.shards.tensor[shard]]
+def _pieces(boxes: Boxes, target: Layout, box: Ints, into: Ints, start: Ints, size: Ints) -> Pieces:
+    """Large ones are cut."""
+    item = np.array([ITEM_BYTES[tensor.dtype] for tensor in target.tensors], dtype=np.int64)[target.shards.tensor[into]]
+    row, start, size = divided(start, size, _PIECE_BYTES // item)
+    return Pieces(boxes.atom[box[row]], start, size, box[row], into[row], size.prod(axis=1) * item[row])
 
 
 def _runs(sorted_atoms: Ints, count: int) -> list[tuple[int, int]]:
     edges = np.searchsorted(sorted_atoms, np.arange(count + 1))
-    return [(int(a), int(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-
-
-def _split(pieces: Pieces, target: Layout) -> Pieces:
-    """Divide pieces above the limit along their outer factors."""
-    for factor in range(pieces.size.shape[1]):
-        parts = np.minimum(pieces.size[:, factor], -(-pieces.bytes // _PIECE_BYTES)).clip(1)
-        if (parts == 1).all():
-            continue
-        row = np.repeat(np.arange(len(parts)), parts)
-        index = np.arange(len(row)) - np.repeat(parts.cumsum() - parts, parts)
-        start, size = pieces.start[row], pieces.size[row]
-        low, high = (size[:, factor] * edge // parts[row] for edge in (index, index + 1))
-        start[:, factor] += low
-        size[:, factor] = high - low
-        into = pieces.target[row]
-        pieces = Pieces(pieces.atom[row], start, size, pieces.box[row], into, _bytes(target, into, size))
-    return pieces
+    return [(int(a), int(b)) for a, b in pairwise(edges)]
 
 
 def _send(source: Layout, target: Layout, boxes: Boxes, pieces: Pieces, begin: Ints, end: Ints) -> Sends:
     """Every receiver of every piece, and who sends it: the receiver's own process, or replicas in equal shares."""
-    holders = target.shards.holders[pieces.target]
-    count = np.array([len(group) for group in target.groups], dtype=np.int64)[holders]
-    piece = np.repeat(np.arange(len(holders)), count)
-    group_start = np.cumsum([0, *(len(group) for group in target.groups)])[:-1]
-    inside = np.arange(len(piece)) - np.repeat(count.cumsum() - count, count)
-    target_rank = np.concatenate(target.groups)[np.repeat(group_start[holders], count) + inside]
+    piece, target_rank = members(target, target.shards.holders[pieces.target])
     source_rank, shard = senders.choose(
         source, boxes.of_shard, pieces.box[piece], pieces.bytes[piece], begin, end[target_rank]
     )

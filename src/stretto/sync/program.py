@@ -8,11 +8,15 @@ from functools import cached_property
 
 import numpy as np
 
+from stretto.sync.boxes import divided, repeated
 from stretto.sync.layout import ITEM_BYTES, Ints, Layout
 from stretto.sync.plan import Plan
 
 _ALIGN = 16
 """Bytes: every piece in a bucket begins at a multiple, so that it can be seen as a tensor of any dtype."""
+
+_WHOLE = 2**62
+"""Bytes that no piece has."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,11 @@ class Program:
 
 
 def program(plan: Plan, process: int, bucket_bytes: int) -> Program:
-    """The part of `process`. A bucket holds at most `bucket_bytes`, or one piece that is larger."""
+    """The part of `process`. A bucket holds at most `bucket_bytes`, which pieces that travel are cut to."""
     sender, receiver = plan.sender, plan.receiver
     mine = np.nonzero((sender == process) | (receiver == process))[0]
-    moves = _moves(plan, mine)
+    limit = max(_ALIGN, bucket_bytes // _ALIGN * _ALIGN)
+    moves = _moves(plan, mine, np.where(plan.local[mine], _WHOLE, limit))
     local: list[Move] = []
     out: dict[int, list[Move]] = {}
     into: dict[int, list[Move]] = {}
@@ -86,12 +91,13 @@ def program(plan: Plan, process: int, bucket_bytes: int) -> Program:
             out.setdefault(int(receiver[send]), []).append(move)
         else:
             into.setdefault(int(sender[send]), []).append(move)
-    return Program(tuple(local), _bucketed(out, bucket_bytes), _bucketed(into, bucket_bytes))
+    return Program(tuple(local), _bucketed(out, limit), _bucketed(into, limit))
 
 
 def moves_to(plan: Plan, rank: int) -> list[Move]:
     """All moves into one rank of the target, wherever they come from."""
-    return [move for _, move in _moves(plan, np.nonzero(plan.sends.target_rank == rank)[0])]
+    sends = np.nonzero(plan.sends.target_rank == rank)[0]
+    return [move for _, move in _moves(plan, sends, np.full(len(sends), _WHOLE))]
 
 
 def _bucketed(links: Mapping[int, Sequence[Move]], limit: int) -> dict[int, tuple[Bucket, ...]]:
@@ -114,17 +120,21 @@ def _pack(moves: Sequence[Move], limit: int) -> Iterator[Bucket]:
         yield Bucket(tuple(taken), tuple(offsets), used)
 
 
-def _moves(plan: Plan, sends: Ints) -> Iterator[tuple[int, Move]]:
-    """The moves of some sends in order; a piece over several numbered tensors becomes one for each."""
+def _moves(plan: Plan, sends: Ints, limit: Ints) -> Iterator[tuple[int, Move]]:
+    """The moves of some sends in order, of at most `limit` bytes; one over several numbered tensors becomes many."""
     piece = plan.sends.piece[sends]
     source_shard, target_shard = plan.sends.source[sends], plan.pieces.target[piece]
     spread = (plan.source.shards.step[source_shard] | plan.target.shards.step[target_shard]).astype(bool)
     start, size = plan.pieces.start[piece], plan.pieces.size[piece]
-    count = np.where(spread, size[:, 0], 1)
-    row = np.repeat(np.arange(len(sends)), count)
+    row, number = repeated(np.where(spread, size[:, 0], 1))
     start, size = start[row], size[row]
-    start[:, 0] += np.arange(len(row)) - np.repeat(count.cumsum() - count, count)
+    start[:, 0] += number
     size[:, 0] = np.where(spread[row], 1, size[:, 0])
+    items = np.array([ITEM_BYTES[tensor.dtype] for tensor in plan.target.tensors])[
+        plan.target.shards.tensor[target_shard]
+    ]
+    part, start, size = divided(start, size, (limit // items)[row])
+    row = row[part]
     ends = [
         _ends(layout, rank[sends][row], shard[row], start)
         for layout, rank, shard in (

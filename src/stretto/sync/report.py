@@ -2,36 +2,76 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stretto.models.registry import weight_map
-from stretto.sync.layout import Atoms, Ints, Layout
+from stretto.data.nearest import listed
+from stretto.models.description import read_config
+from stretto.models.registry import load_map_file, weight_map
+from stretto.sync.layout import ITEM_BYTES, Atoms, Ints, Layout
 from stretto.sync.plan import Plan
-from stretto.sync.spec import Side
+from stretto.sync.spec import Side, parse_side
 
 _LINKS_SHOWN = 5
+
+
+def planned(
+    model: str,
+    source: str,
+    target: str,
+    *,
+    dtype: str | None = None,
+    gigabytes_per_second: float = 50.0,
+    colocate: bool = False,
+    map_file: Path | None = None,
+) -> dict[str, Any]:
+    """The report on the plan from side `source` to side `target`, as a command line names them.
+
+    `dtype` is that of a side which does not say its own; the configuration's when None. A rank sends and receives at
+    most `gigabytes_per_second` (10^9 bytes each). With `colocate` rank r of both sides is one process. Raises
+    ValueError for sides that cannot be read or do not divide the model, for a model without a map, and for a colocated
+    target with more ranks than its source.
+    """
+    sides = parse_side(source), parse_side(target)
+    if not 0 < gigabytes_per_second < float("inf"):
+        raise ValueError(f"--link is {gigabytes_per_second:g}; it must be a number of GB/s above 0")
+    if dtype is not None and dtype not in ITEM_BYTES:
+        raise ValueError(f"there is no dtype {dtype!r} {listed(dtype, ITEM_BYTES)}")
+    if map_file is not None:
+        load_map_file(map_file)
+    config = read_config(model)
+    return plan_report(
+        config,
+        *sides,
+        dtype=dtype or _dtype_of(config),
+        gigabytes_per_second=gigabytes_per_second,
+        colocate=colocate,
+    )
+
+
+def _dtype_of(config: Any) -> str:
+    """The dtype of a configuration's checkpoint; bfloat16 when it does not say."""
+    said = str(getattr(config.get_text_config(), "dtype", None) or config.dtype).removeprefix("torch.")
+    return said if said in ITEM_BYTES else "bfloat16"
 
 
 def plan_report(
     config: Any, source: Side, target: Side, *, dtype: str, gigabytes_per_second: float, colocate: bool = False
 ) -> dict[str, Any]:
-    """The plan from `source` to `target` for a transformers configuration, in numbers that JSON can hold.
-
-    `dtype` is what a side holds unless it says otherwise; a rank sends and receives at most `gigabytes_per_second`
-    (10^9 bytes each). With `colocate` rank r of both sides is one process. Raises ValueError for a model without a map, for sizes that
-    do not divide it, and when the target has more ranks than a colocated source.
-    """
+    """The plan for a transformers configuration, in numbers that JSON can hold; see :func:`planned`."""
     atoms = Atoms.of(weight_map(config))
     begin, end = source.layout(atoms, dtype), target.layout(atoms, dtype)
     if colocate and end.ranks > begin.ranks:
         raise ValueError(
-            f"--colocate puts rank r of {end.title} on rank r of {begin.title}, which has {begin.ranks} ranks and not "
-            f"{end.ranks}; leave it out, or make the sides equal"
+            f"--colocate puts rank r of the target on rank r of the source, and {end.title} has {_ranks(end.ranks)} "
+            f"where {begin.title} has {_ranks(begin.ranks)}; leave it out, or make the sides equal"
         )
     plan = Plan.of(begin, end, target_at=range(end.ranks) if colocate else None)
     layers = atoms.weights.layer_count
@@ -41,6 +81,8 @@ def plan_report(
         "layers": layers,
         "colocate": colocate,
         **plan.summary(),
+        "source_dtype": source.dtype or dtype,
+        "target_dtype": target.dtype or dtype,
         "held_bytes": {"source": _spread(_held(begin)), "target": _spread(_held(end))},
         "sent_bytes": _spread(plan.sent_bytes()[plan.source_at]),
         "received_bytes": _spread(plan.received_bytes()[plan.target_at]),
@@ -82,12 +124,22 @@ def _links(plan: Plan) -> list[dict[str, Any]]:
     return [{"from": names[a], "to": names[b], "bytes": count} for (a, b), count in links]
 
 
+def print_report(report: dict[str, Any], *, as_json: bool) -> None:
+    """Print it, for a program or for a person."""
+    if as_json:
+        print(json.dumps(report))
+        return
+    # A pipe has no width: lines are left whole there.
+    width = max(120, shutil.get_terminal_size().columns)
+    Console(width=width, highlight=False, soft_wrap=True).print(render(report))
+
+
 def render(report: dict[str, Any]) -> RenderableType:
     """The report for a terminal."""
     lines = [
         f"{report['model']}: {report['layers']} layers, {report['tensors']} tensors, family {report['family']}",
-        f"source  {report['source']}, {_ranks(report['source_ranks'])}",
-        f"target  {report['target']}, {_ranks(report['target_ranks'])}{_where(report)}",
+        f"source  {report['source']}, {_ranks(report['source_ranks'])}, {report['source_dtype']}",
+        f"target  {report['target']}, {_ranks(report['target_ranks'])}, {report['target_dtype']}{_where(report)}",
     ]
     for side, sizes in report["uneven_stages"].items():
         lines.append(
@@ -130,12 +182,13 @@ def _totals(report: dict[str, Any]) -> list[str]:
     moved, needed = report["moved_bytes"], report["target_bytes"]
     busiest, bound = report["busiest_sender_bytes"], report["busiest_sender_bound_bytes"]
     ratio = f" ({busiest / bound:.2f} x)" if bound else ""
+    rest = "; the rest is on its device already" if moved < needed else ""
     dropped = ", ".join(report["dropped"]) or "nothing"
     return [
         "",
-        f"moved      {_gigabytes(moved)} GB of the target's {_gigabytes(needed)} GB; the rest is already in its process",
+        f"moved      {_gigabytes(moved)} GB of the target's {_gigabytes(needed)} GB{rest}",
         f"           {report['sends']:,} transfers of {report['pieces']:,} pieces, over {report['links']:,} links",
-        f"busiest    a sender has {_gigabytes(busiest)} GB, and however they share one has {_gigabytes(bound)} GB{ratio}",
+        f"busiest    one rank sends {_gigabytes(busiest)} GB; no sharing gets below {_gigabytes(bound)} GB{ratio}",
         f"time       at least {report['least_seconds']:.4g} s at {report['gigabytes_per_second']:g} GB/s a rank",
         f"dropped    {dropped}",
         f"digest     {report['digest']}",
@@ -144,6 +197,8 @@ def _totals(report: dict[str, Any]) -> list[str]:
 
 def _top_links(report: dict[str, Any]) -> list[str]:
     links = report["link_bytes"]
-    shown = [f"           {link['from']} -> {link['to']}  {_gigabytes(link['bytes'])} GB" for link in links[:_LINKS_SHOWN]]
+    if not links:
+        return []
+    shown = [f"           {one['from']} -> {one['to']}  {_gigabytes(one['bytes'])} GB" for one in links[:_LINKS_SHOWN]]
     left = len(links) - len(shown)
-    return ["links      (most bytes first)", *shown, *([f"           ... and {left:,} more"] if left > 0 else [])] if links else []
+    return ["links      (most bytes first)", *shown, *([f"           ... and {left:,} more"] if left > 0 else [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from stretto.sync.boxes import members
 from stretto.sync.layout import Ints, Layout
 
 
@@ -15,7 +16,8 @@ class _Owners:
         order = np.argsort(of_shard, kind="stable")
         edges = np.searchsorted(of_shard[order], np.arange(boxes + 1))
         self.first_shard = order[edges[:-1]]
-        self.several = {int(box): order[edges[box] : edges[box + 1]] for box in np.nonzero(np.diff(edges) > 1)[0]}
+        self.is_several = np.diff(edges) > 1
+        self.several = {int(box): order[edges[box] : edges[box + 1]] for box in np.nonzero(self.is_several)[0]}
         self.ranks: list[Ints] = list(source.groups)
         self.group = source.shards.holders[self.first_shard].copy()
         known: dict[bytes, int] = {ranks.tobytes(): place for place, ranks in enumerate(self.ranks)}
@@ -30,10 +32,10 @@ class _Owners:
 def choose(source: Layout, of_shard: Ints, box: Ints, sizes: Ints, source_at: Ints, process: Ints) -> tuple[Ints, Ints]:
     """The source rank and source shard of each send.
 
-    `box` [sends] with `sizes` in bytes goes to `process`; `source_at` are the processes of the source's ranks. A process that
-    holds the box sends to itself. Otherwise the holders share the
-    bytes so that the load of the busiest stays as low as the boxes that fewer ranks hold allow: groups are served from the smallest to the
-    largest, each filled up to an even level.
+    `box` [sends] with `sizes` in bytes goes to `process`; `source_at` are the processes of the source's ranks. One that
+    holds the box sends to itself. Otherwise the holders share the bytes so that the load of the busiest stays as
+    low as the boxes that fewer ranks hold allow: groups are served from the smallest to the largest, each filled up to
+    an even level.
     """
     owners = _Owners(source, of_shard)
     group = owners.group[box]
@@ -63,17 +65,21 @@ def _share(ranks: Ints, sizes: Ints, load: np.ndarray) -> Ints:
     edges = np.cumsum(room)
     middle = np.cumsum(sizes) - sizes / 2
     place = np.minimum(np.searchsorted(edges, middle * (edges[-1] / max(1, total))), len(ranks) - 1)
-    np.add.at(load, ranks[place], sizes)
+    load[ranks] += np.bincount(place, weights=sizes, minlength=len(ranks))
     return ranks[place]
 
 
 def _shards(source: Layout, owners: _Owners, box: Ints, rank: Ints) -> Ints:
     """Which of the source's shards a rank reads a box from."""
     shard = owners.first_shard[box].copy()
-    if owners.several:
-        for place in np.nonzero(np.isin(box, list(owners.several)))[0]:
-            candidates = owners.several[int(box[place])]
-            shard[place] = next(one for one in candidates if rank[place] in source.groups[source.shards.holders[one]])
+    choice = np.nonzero(owners.is_several[box])[0]
+    if len(choice):
+        candidates = np.concatenate([*owners.several.values()])
+        boxes = np.repeat([*owners.several], [len(shards) for shards in owners.several.values()])
+        row, holder = members(source, source.shards.holders[candidates])
+        key = boxes[row] * source.ranks + holder
+        order = np.argsort(key, kind="stable")
+        shard[choice] = candidates[row[order]][np.searchsorted(key[order], box[choice] * source.ranks + rank[choice])]
     return shard
 
 

@@ -47,12 +47,16 @@ def store(
     """Lay the pieces out as `held` says, each cut to `ranges` (by factor; a factor left out is whole).
 
     `rows` is the length of the first axis where it is padded beyond what the pieces fill. Raises ValueError for a row
-    that does not describe a tensor: pieces of unequal width, a `per` that a piece does not begin with.
+    that does not describe a tensor: pieces of unequal width, a `per` that a piece does not begin with, nothing to
+    transpose.
     """
     ranges = ranges or {}
     spread = pieces[0].spread
     apart = spread is not None and f"{{{spread}}}" in held.name
     per = tuple(held.per.split())
+    for piece in pieces:
+        if any(len(set(axis)) < len(axis) for axis in piece.factored):
+            raise ValueError(f"{held.name}: an axis of {piece.name} has a factor twice: [{piece.axes}]")
     rests = [_rest(piece, per, held) for piece in pieces]
     length = {f: _length(weights, f, ranges) for piece in pieces for f in piece.factors}
     widths = [math.prod(length[factor] for factor in rest) for rest in rests]
@@ -63,8 +67,12 @@ def store(
     assert axes[0] >= filled, f"{held.name}: {filled} rows do not fit {axes[0]}"
     if spread is not None and not apart:
         axes.insert(0, length[spread])
-    axis_strides, shape = _axis_strides(axes, held.transpose)
     main = len(axes) - len(tail) - 1
+    if held.transpose and not tail:
+        raise ValueError(f"{held.name}: {pieces[0].name} has no two axes of its own to transpose")
+    axis_strides, shape = _axis_strides(axes, held.transpose)
+    if len(pieces) == 1 and not pieces[0].factored:
+        shape = shape[:main]
     views, before = [], 0
     for piece, rest, width in zip(pieces, rests, widths, strict=True):
         strides: dict[int, int] = {}
@@ -93,7 +101,7 @@ def _length(weights: WeightMap, factor: str, ranges: Mapping[str, Range]) -> int
 
 def _rest(piece: Piece, per: tuple[str, ...], held: Held) -> tuple[str, ...]:
     """The factors of the piece's first axis after the shared ones, as they nest in the tensor."""
-    first = piece.factored[0]
+    first = piece.factored[0] if piece.factored else ()
     if first[: len(per)] != per:
         raise ValueError(
             f"{held.name}: the rows of {piece.name} are ({' '.join(first)}), which do not begin with {per}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from stretto.sync.layout import Layout
 from stretto.sync.program import End, Move
 from stretto.world import local_part
 
@@ -14,21 +15,25 @@ from stretto.world import local_part
 class Views:
     """The view of one local tensor for each move, made once and made anew when a tensor has moved.
 
-    Ends are offsets and strides into contiguous storage; a tensor that is not contiguous is copied to a contiguous one at
-    every `bind`, and back from it by `write_back`.
+    Ends are offsets and strides into contiguous storage; a tensor that is not contiguous is copied to a contiguous one
+    at every `bind`, and back from it by `write_back`.
     """
 
-    def __init__(self, side: str, ends: Iterable[tuple[Move, End]]):
-        self._side = side
+    def __init__(self, side: str, layout: Layout, ends: Iterable[tuple[Move, End]]):
+        self._side = f"the {side} {layout.title}"
         self._ends: dict[tuple[int, str], list[tuple[int, End, tuple[int, ...]]]] = {}
         for move, end in ends:
             self._ends.setdefault((end.rank, end.tensor), []).append((id(move), end, move.size))
+        self._specs = {rank: layout.local(rank) for rank in {rank for rank, _ in self._ends}}
         self._views: dict[int, Tensor] = {}
-        self._bound: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
+        self._bound: dict[tuple[int, str], int] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def bind(self, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take the tensors of this run, by rank and name. Raises ValueError when one is missing or too small."""
+        """Take the tensors of this run, by rank and name.
+
+        Raises ValueError when one is missing, or has not the shape and the dtype that the layout says.
+        """
         self._copies.clear()
         for (rank, name), ends in self._ends.items():
             if name not in tensors.get(rank, ()):
@@ -37,19 +42,14 @@ class Views:
             flat = given.contiguous()
             if flat is not given and flat.data_ptr() != given.data_ptr():
                 self._copies.append((given, flat))
-            key = (flat.data_ptr(), flat.dtype)
-            if self._bound.get((rank, name)) != key:
-                self._bind(name, flat, ends)
-                self._bound[rank, name] = key
-
-    def _bind(self, name: str, flat: Tensor, ends: Sequence[tuple[int, End, tuple[int, ...]]]) -> None:
-        last = max(
-            end.offset + sum((n - 1) * s for n, s in zip(size, end.stride, strict=True)) for _, end, size in ends
-        )
-        if last >= flat.numel():
-            raise ValueError(f"{self._side}: {name} has {flat.numel()} elements, fewer than its layout says")
-        for move, end, size in ends:
-            self._views[move] = view(flat, end, size)
+            real = tuple(given.shape), str(given.dtype).removeprefix("torch.")
+            if real != (said := self._specs[rank][name]):
+                raise ValueError(
+                    f"{self._side}: {name} is {list(real[0])} {real[1]} and its layout says {list(said[0])} {said[1]}"
+                )
+            if self._bound.get((rank, name)) != flat.data_ptr():
+                self._views.update({move: view(flat, end, size) for move, end, size in ends})
+                self._bound[rank, name] = flat.data_ptr()
 
     def write_back(self) -> None:
         """Bring what was written into contiguous copies to the tensors themselves."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DataParallel:
-    """The ranks with the same part of the model: one of every replica. Meets :class:`~stretto.trainers.updates.Replicas`."""
+    """The ranks with the same part of the model, one of every replica: `stretto.trainers.updates.Replicas`."""
 
     group: Any
     device: torch.device

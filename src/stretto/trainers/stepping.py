@@ -54,6 +54,21 @@ class SteppingTrainer(ABC):
     def _clear(self) -> None:
         """Forget the gradient."""
 
+    @abstractmethod
+    def _take_gradient(self) -> dict[str, Tensor]:
+        """This rank's part of the gradient by the layout's local names, summed over replicas on every rank."""
+
+    def gradient(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradient of a batch as one update, before clipping; the weights stay. All ranks call together.
+
+        The gradient has the layout of the weights: it can be gathered through the same plan. Buffers have none.
+        """
+        (update,) = plan_updates(batch, self._config, self._objective, self._replicas)
+        loss, _ = self._accumulate(batch, update, None)
+        found = self._take_gradient()
+        self._clear()
+        return loss, found
+
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
         """See the contract."""
         flat = self._policy_logprobs(rollouts).tolist()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,62 +15,42 @@ from torch import Tensor
 from trainer_ranks import Ranks
 from trainer_samples import mixed_batch, run_config, share
 
-from stretto.sync.parallel import MegatronSizes
 from stretto.types import Batch
 from stretto.world import World
 
 VOCABULARY = 97
 BATCH = mixed_batch(VOCABULARY)
-SETTINGS: dict[str, Any] = {"dtype": "float32", "batching": "padded", "micro_batch_tokens": 40, "lr": 1e-3}
+SETTINGS: dict[str, Any] = {"backend": "megatron", "dtype": "float32", "micro_batch_tokens": 40, "lr": 1e-3}
 EVERYTHING_ON: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.02, "aggregation": "sequence_mean"}
 DENSE, EXPERTS = "dense", "experts"
-TP2, PP2 = MegatronSizes(tp=2, vocab_divisor=4), MegatronSizes(pp=2, vocab_divisor=4)
+TP2, PP2 = {"tp": 2}, {"pp": 2}
 
 
 class Setup:
     """What a trainer is made of, as it travels to the ranks."""
 
     def __init__(
-        self,
-        directory: Path,
-        sizes: MegatronSizes,
-        *,
-        sequence_parallel: bool = False,
-        trainer: Mapping[str, Any] | None = None,
-        algorithm: Mapping[str, Any] | None = None,
+        self, directory: Path, trainer: Mapping[str, Any] | None = None, algorithm: Mapping[str, Any] | None = None
     ):
-        self.directory, self.sizes, self.sequence_parallel = directory, sizes, sequence_parallel
+        self.directory = directory
         self.config = run_config(SETTINGS | dict(trainer or {}), algorithm, steps=8)
 
     @contextmanager
     def trainer(self, world: World) -> Iterator[Any]:
-        """A trainer whose weights do not depend on the sizes."""
-        from stretto.trainers.megatron import parallel
-        from stretto.trainers.megatron.trainer import MegatronTrainer
+        from stretto.trainers.megatron import open_megatron
 
-        try:
-            trainer = MegatronTrainer(
-                self.directory,
-                self.config,
-                world,
-                sizes=self.sizes,
-                options={"qk_layernorm": True},
-                sequence_parallel=self.sequence_parallel,
-            )
-            fill(trainer)
+        with open_megatron(self.directory, self.config, world) as trainer:
             yield trainer
-        finally:
-            parallel.stop()
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Configurations alone, by kind: the weights come from `fill`."""
+    """Checkpoints by kind."""
     return write_models(tmp_path_factory.mktemp("megatron-models"))
 
 
 def write_models(directory: Path) -> dict[str, Path]:
-    from transformers import Qwen3Config, Qwen3MoeConfig
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -82,26 +61,35 @@ def write_models(directory: Path) -> dict[str, Path]:
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "dtype": torch.float32,
     }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
-    Qwen3Config(**shape, tie_word_embeddings=True).save_pretrained(directory / DENSE)
-    Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False).save_pretrained(directory / EXPERTS)
+    torch.manual_seed(0)
+    dense = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
+    sparse = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False))
+    for kind, model in ((DENSE, dense), (EXPERTS, sparse)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # norms, which are all alike when they are new
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        model.save_pretrained(directory / kind)
     return {kind: directory / kind for kind in (DENSE, EXPERTS)}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """A process of its own: Megatron's stand-ins for CUDA stay out of this one."""
-    yield from ranks(1, tmp_path_factory)
+    yield from start(1, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Four ranks of one gloo group."""
-    yield from ranks(4, tmp_path_factory)
+    yield from start(4, tmp_path_factory)
 
 
-def ranks(size: int, directories: pytest.TempPathFactory) -> Iterator[Ranks]:
+def start(size: int, directories: pytest.TempPathFactory) -> Iterator[Ranks]:
     made = Ranks(size, directories.mktemp(f"ranks-{size}"))
     yield made
     made.close()
@@ -125,28 +113,6 @@ def named_parameters(trainer: Any) -> Iterator[tuple[str, Tensor]]:
             if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
             yield name, parameter
-
-
-def fill(trainer: Any) -> None:
-    """Random weights that depend on the name alone, also those of the reference model (a little different)."""
-    with torch.no_grad():
-        for name, parameter in named_parameters(trainer):
-            parameter.copy_(cut_like(parameter, whole_weight(name, parameter)))
-        if trainer._reference is not None:
-            for theirs, own in zip(trainer._reference._models, trainer._models, strict=True):
-                for parameter, value in zip(theirs.parameters(), own.parameters(), strict=True):
-                    parameter.copy_(value * 1.02)
-    trainer._optimizer.reload()
-
-
-def whole_weight(name: str, parameter: Tensor) -> Tensor:
-    shape = list(parameter.shape)
-    if (dim := split_dim(parameter)) is not None:
-        shape[dim] *= split_ranks(parameter)[1]
-    if "word_embeddings" in name or "output_layer" in name:
-        shape[0] = VOCABULARY
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-    return 1 + 0.2 * values if values.ndim == 1 else 0.2 * values
 
 
 def cut_like(parameter: Tensor, whole: Tensor) -> Tensor:
@@ -191,7 +157,7 @@ def with_behaviour(logprobs: list[tuple[float, ...]]) -> Batch:
 
 
 def gradient(trainer: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient (this rank's parts, by the names of a single rank) of a batch whose shares were put together."""
+    """Loss and this rank's parts of the gradient, by the names of a single rank; the batch is all of the replica's."""
     from megatron.core.distributed import finalize_model_grads
 
     from stretto.trainers.updates import plan_updates
@@ -215,8 +181,7 @@ def whole_gradient(world: World, setup: Setup) -> tuple[Batch, float, dict[str, 
     with setup.trainer(world) as trainer:
         batch = with_behaviour(trainer.logprobs(BATCH.rollouts))
         loss, found = gradient(trainer, batch)
-        unpadded = {name: g[:VOCABULARY] if len(g) > VOCABULARY + 2 else g for name, g in found.items()}
-        return batch, loss, unpadded, dict(trainer.step(batch).metrics)
+        return batch, loss, found, dict(trainer.step(batch).metrics)
 
 
 def plain_gradient(world: World, setup: Setup) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -244,7 +209,7 @@ def plain_gradient(world: World, setup: Setup) -> tuple[list[float], list[float]
 
 @pytest.mark.parametrize("kind", [DENSE, EXPERTS])
 def test_one_rank_is_a_plain_loop_over_samples(alone: Ranks, models: dict[str, Path], kind: str) -> None:
-    setup = Setup(models[kind], MegatronSizes(vocab_divisor=4))
+    setup = Setup(models[kind])
     ((found, expected, gradients, plain),) = alone.run(plain_gradient, setup)
     assert found == pytest.approx(expected, abs=2e-5)
     assert worst(gradients, plain) < 1e-5
@@ -258,54 +223,210 @@ def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
 
 # On several ranks.
 
-CUTS: list[tuple[str, MegatronSizes, bool]] = [
-    (DENSE, TP2, False),
-    (DENSE, TP2, True),
-    (DENSE, PP2, False),
-    (DENSE, MegatronSizes(pp=2, vpp=2, vocab_divisor=4), False),
-    (DENSE, MegatronSizes(dp=2, vocab_divisor=4), False),
-    (EXPERTS, MegatronSizes(dp=2, ep=2, vocab_divisor=4), False),
-    (EXPERTS, MegatronSizes(tp=2, ep=2, vocab_divisor=4), True),
-    (DENSE, MegatronSizes(tp=2, pp=2, vocab_divisor=4), True),
-    (DENSE, MegatronSizes(tp=2, pp=2, vpp=2, vocab_divisor=4), False),
-    (DENSE, MegatronSizes(tp=2, dp=2, vocab_divisor=4), False),
-    (EXPERTS, MegatronSizes(tp=2, ep=2, etp=2, dp=2, vocab_divisor=4), True),
-    (EXPERTS, MegatronSizes(pp=2, ep=2, dp=2, pp_layers=(1, 3), vocab_divisor=4), False),
+CUTS: list[tuple[int, str, dict[str, Any]]] = [
+    (2, DENSE, TP2),
+    (2, DENSE, TP2 | {"sequence_parallel": True, "activation_checkpointing": True}),
+    (2, DENSE, PP2),
+    (2, DENSE, {"pp": 2, "vpp": 2}),
+    (2, DENSE, {}),
+    (2, EXPERTS, {"ep": 2}),
+    (2, EXPERTS, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    (4, DENSE, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    (4, DENSE, {"tp": 2, "pp": 2, "vpp": 2}),
+    (4, DENSE, TP2),
+    (4, EXPERTS, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    (4, EXPERTS, {"pp": 2, "ep": 2, "pp_layers": (1, 3)}),
 ]
 
 
 @pytest.mark.parametrize("algorithm", [{}, EVERYTHING_ON], ids=["plain", "everything"])
-@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{cut[0]}-{name(cut[1])}{'-sp' * cut[2]}")
+@pytest.mark.parametrize(("ranks", "kind", "sizes"), CUTS, ids=str)
 def test_every_cut_of_the_model_has_the_gradient_of_one_rank(
-    alone: Ranks,
-    pair: Ranks,
-    four: Ranks,
+    request: pytest.FixtureRequest,
     models: dict[str, Path],
-    cut: tuple[str, MegatronSizes, bool],
+    ranks: int,
+    kind: str,
+    sizes: dict[str, Any],
     algorithm: dict[str, Any],
 ) -> None:
-    kind, sizes, sequence_parallel = cut
-    single = Setup(models[kind], MegatronSizes(vocab_divisor=4), algorithm=algorithm)
-    ((batch, loss, expected, metrics),) = alone.run(whole_gradient, single)
-    setup = Setup(models[kind], sizes, sequence_parallel=sequence_parallel, algorithm=algorithm)
-    for part in {2: pair, 4: four}[sizes.ranks].run(part_of_gradient, setup, batch, expected):
+    alone: Ranks = request.getfixturevalue("alone")
+    several: Ranks = request.getfixturevalue({2: "pair", 4: "four"}[ranks])
+    ((batch, loss, expected, metrics),) = alone.run(whole_gradient, Setup(models[kind], algorithm=algorithm))
+    parts = several.run(part_of_gradient, Setup(models[kind], sizes, algorithm), batch, expected)
+    for part in parts:
         assert part["loss"] == pytest.approx(loss, rel=1e-5)
         assert part["worst"] < 1e-5
-        assert part["metrics"].keys() == metrics.keys()
-        assert part["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-
-
-def name(sizes: MegatronSizes) -> str:
-    return "".join(f"{key}{value}" for key, value in vars(sizes).items() if key in ("tp", "pp", "vpp", "ep", "etp", "dp") and value > 1)
+        assert part["metrics"] == parts[0]["metrics"]
+    assert parts[0]["metrics"].keys() == metrics.keys()
+    assert parts[0]["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
 def part_of_gradient(world: World, setup: Setup, batch: Batch, expected: Mapping[str, Tensor]) -> dict[str, Any]:
     with setup.trainer(world) as trainer:
-        shares = trainer._groups.over_replica(mine(world, batch))
-        together = Batch([r for s in shares for r in s.rollouts], [a for s in shares for a in s.advantages])
-        loss, found = gradient(trainer, together)
+        own = mine(world, batch)
+        finish = trainer._optimizer.finish_gradient
+        loss, found = gradient(trainer, together(trainer, own))
+        trainer._optimizer.finish_gradient = finish
         here = {name: cut_like(parameter, expected[name]) for name, parameter in named_parameters(trainer)}
-        del trainer._optimizer.finish_gradient
-        report = trainer.step(mine(world, batch))
-        assert world.from_first(report) == replace(report, skipped_groups=world.from_first(report).skipped_groups)
-        return {"loss": loss, "worst": worst(found, here), "metrics": dict(report.metrics)}
+        return {"loss": loss, "worst": worst(found, here), "metrics": dict(trainer.step(own).metrics)}
+
+
+def together(trainer: Any, own: Batch) -> Batch:
+    """The shares of all ranks of the replica."""
+    shares = trainer._groups.over_replica(own)
+    return Batch([r for one in shares for r in one.rollouts], [a for one in shares for a in one.advantages])
+
+
+def run_steps(world: World, setup: Setup, batches: Sequence[Sequence[Batch]]) -> dict[str, Any]:
+    """Steps on batches given as one share a rank."""
+    with setup.trainer(world) as trainer:
+        reports, weights = [], [snapshot(trainer)]
+        for shares in batches:
+            reports.append(trainer.step(shares[world.rank]))
+            weights.append(snapshot(trainer))
+        return {"reports": reports, "weights": weights, "names": list(trainer.weights())}
+
+
+def snapshot(trainer: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.weights().items()}
+
+
+def halves(batch: Batch) -> list[Batch]:
+    return [share(batch, range(5)), share(batch, range(5, 10))]
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"micro_batch_tokens": 1}, {"micro_batch_tokens": 400}, {"logit_chunk_tokens": 3}]
+)
+def test_how_the_batch_is_cut_changes_nothing(alone: Ranks, models: dict[str, Path], settings: dict[str, int]) -> None:
+    ((batch, loss, expected, _),) = alone.run(whole_gradient, Setup(models[DENSE], algorithm=EVERYTHING_ON))
+    setup = Setup(models[DENSE], settings, EVERYTHING_ON)
+    ((found_loss, found),) = alone.run(gradient_of, setup, batch)
+    assert found_loss == pytest.approx(loss, rel=1e-5)
+    assert worst(found, expected) < 1e-5
+
+
+def gradient_of(world: World, setup: Setup, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    with setup.trainer(world) as trainer:
+        return gradient(trainer, batch)
+
+
+@pytest.mark.parametrize("sizes", [TP2, PP2, {}], ids=str)
+def test_each_rank_gets_the_log_probs_of_its_own_samples(
+    alone: Ranks, pair: Ranks, models: dict[str, Path], sizes: dict[str, Any]
+) -> None:
+    (expected,) = alone.run(logprobs_of, Setup(models[DENSE]), [BATCH])
+    shares = [share(BATCH, [9, 3, 7]), share(BATCH, [])]
+    first, second = pair.run(logprobs_of, Setup(models[DENSE], sizes), shares)
+    assert second == []
+    for found, index in zip(first, (9, 3, 7), strict=True):
+        assert found == pytest.approx(expected[index], abs=1e-5)
+
+
+def logprobs_of(world: World, setup: Setup, shares: Sequence[Batch]) -> list[tuple[float, ...]]:
+    with setup.trainer(world) as trainer:
+        return trainer.logprobs(shares[world.rank].rollouts)
+
+
+@pytest.mark.parametrize("sizes", [TP2, {"pp": 2, "vpp": 2}], ids=str)
+def test_a_batch_without_advantages_moves_the_weights_by_momentum_alone(
+    alone: Ranks, pair: Ranks, models: dict[str, Path], sizes: dict[str, Any]
+) -> None:
+    zero = Batch(BATCH.rollouts, [0.0] * len(BATCH.rollouts))
+    (expected,) = alone.run(run_steps, Setup(models[DENSE]), [[BATCH], [zero]])
+    for found in pair.run(run_steps, Setup(models[DENSE], sizes), [halves(BATCH), halves(zero)]):
+        report = found["reports"][1]
+        assert (report.metrics["train/loss"], report.metrics["train/grad_norm"], report.updates) == (0.0, 0.0, 1)
+        assert report.metrics.keys() == expected["reports"][1].metrics.keys()
+        assert report.metrics == pytest.approx(dict(expected["reports"][1].metrics), rel=1e-3, abs=1e-5)
+        assert not any(torch.equal(found["weights"][1][n], found["weights"][2][n]) for n in found["names"])
+
+
+@pytest.mark.parametrize("sizes", [TP2, PP2, {}], ids=str)
+def test_a_bad_step_is_skipped_by_all_ranks_and_leaves_no_trace(
+    pair: Ranks, models: dict[str, Path], sizes: dict[str, Any]
+) -> None:
+    first = replace(BATCH.rollouts[0], logprobs_T=(math.nan,) * 4)
+    bad = Batch([first, *BATCH.rollouts[1:]], BATCH.advantages)
+    setup = Setup(models[DENSE], sizes)
+    clean = pair.run(run_steps, setup, [halves(BATCH), halves(BATCH)])
+    for rank, found in enumerate(pair.run(run_steps, setup, [halves(BATCH), halves(bad), halves(BATCH)])):
+        report = found["reports"][1]
+        assert (report.updates, report.bad_updates) == (0, 1)
+        assert report.skipped_groups == {one.group_id for one in halves(bad)[rank].rollouts}
+        assert same(found["weights"][1], found["weights"][2])
+        assert same(found["weights"][3], clean[rank]["weights"][2])
+        assert found["reports"][2].metrics == clean[rank]["reports"][1].metrics
+
+
+@pytest.mark.parametrize("sizes", [TP2 | {"sequence_parallel": True}, PP2], ids=str)
+def test_several_updates_a_batch_train_as_on_one_rank(
+    alone: Ranks, pair: Ranks, models: dict[str, Path], sizes: dict[str, Any]
+) -> None:
+    several = {"updates_per_batch": 2, "weight_decay": 0.1}
+    (expected,) = alone.run(run_steps, Setup(models[DENSE], several), [[BATCH]] * 2)
+    for found in pair.run(run_steps, Setup(models[DENSE], sizes | several), [halves(BATCH)] * 2):
+        for one, other in zip(found["reports"], expected["reports"], strict=True):
+            assert one.updates == 2
+            assert one.metrics["train/ratio_max_deviation"] > 0
+            assert one.metrics == pytest.approx(dict(other.metrics), rel=1e-3, abs=1e-5)
+
+
+def test_what_ranks_share_stays_the_same_on_all_of_them(pair: Ranks, models: dict[str, Path]) -> None:
+    split, staged = Setup(models[EXPERTS], TP2 | {"ep": 2, "sequence_parallel": True}), Setup(models[DENSE], PP2)
+    one, other = (found["weights"][-1] for found in pair.run(run_steps, split, [halves(BATCH)] * 3))
+    shared = [name for name in one if "norm" in name or "router" in name]
+    assert len(shared) == 4 * 4 + 1 + 3
+    assert all(torch.equal(one[name], other[name]) for name in shared)
+    first, last = (found["weights"][-1] for found in pair.run(run_steps, staged, [halves(BATCH)] * 3))
+    assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
+
+
+def test_weight_decay_shrinks_matrices_alone(alone: Ranks, models: dict[str, Path]) -> None:
+    zero = Batch(BATCH.rollouts, [0.0] * len(BATCH.rollouts))
+    (found,) = alone.run(run_steps, Setup(models[EXPERTS], {"lr": 0.1, "weight_decay": 0.5}), [[zero]])
+    before, after = found["weights"]
+    for name, tensor in after.items():
+        expected = before[name] * (1 - 0.1 * 0.5) if tensor.ndim > 1 else before[name]
+        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=0)
+
+
+def test_bfloat16_trains_float32_masters(alone: Ranks, models: dict[str, Path]) -> None:
+    (exact,) = alone.run(run_steps, Setup(models[DENSE]), [[BATCH]] * 3)
+    (mixed,) = alone.run(run_steps, Setup(models[DENSE], {"dtype": "bfloat16"}), [[BATCH]] * 3)
+    assert {tensor.dtype for tensor in mixed["weights"][-1].values()} == {torch.bfloat16}
+    for one, other in zip(mixed["reports"], exact["reports"], strict=True):
+        assert one.metrics["train/loss"] == pytest.approx(other.metrics["train/loss"], abs=0.05)
+    (masters,) = alone.run(masters_after_a_step, Setup(models[DENSE], {"dtype": "bfloat16", "lr": 1e-4}))
+    assert {tensor.dtype for tensor in masters} == {torch.float32}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in masters)
+
+
+def masters_after_a_step(world: World, setup: Setup) -> list[Tensor]:
+    with setup.trainer(world) as trainer:
+        trainer.step(BATCH)
+        trainer.offload()
+        trainer.onload()
+        return [one.clone() for group in trainer._optimizer.megatron.param_groups for one in group["params"]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"batching": "packed"}, "packed rows"), ({"dtype": "float64"}, "float32")]
+)
+def test_what_megatron_cannot_do_is_said(
+    alone: Ranks, models: dict[str, Path], settings: dict[str, Any], said: str
+) -> None:
+    (message,) = alone.run(refusal, Setup(models[DENSE], settings))
+    assert said in message
+
+
+def refusal(world: World, setup: Setup) -> str:
+    try:
+        with setup.trainer(world):
+            return "not refused"
+    except ValueError as error:
+        return str(error)

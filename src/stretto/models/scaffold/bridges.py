@@ -1,4 +1,4 @@
-"""Which architectures the installed Megatron-Bridge knows, read from its sources: importing it needs a GPU's libraries."""
+"""Which architectures the installed Megatron-Bridge knows, read from its sources (importing it takes a GPU)."""
 
 from __future__ import annotations
 

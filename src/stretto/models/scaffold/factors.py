@@ -10,6 +10,7 @@ from typing import Any
 from stretto.models.blocks import heads
 
 _KEYS = {
+    "p": ("max_position_embeddings", "n_positions"),
     "f": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff"),
     "e": ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
     "m": ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size"),
@@ -18,7 +19,7 @@ _KEYS = {
 _QUERY = re.compile(r"(^|\.)(q_proj|query|q_lin|wq|q)\.")
 _KEY_OR_VALUE = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k_lin|v_lin|wk|wv|k|v)\.")
 _OUTPUT = re.compile(r"(^|\.)(o_proj|out_proj|dense|c_proj|out_lin|wo|o)\.")
-_NORM = re.compile(r"norm|(^|\.)ln_?\w*\.|layer_?norm", re.IGNORECASE)
+NORM = re.compile(r"norm|(^|\.)ln_?\w*\.|layer_?norm", re.IGNORECASE)
 _ATTENTION = re.compile(r"attn|attention")
 
 
@@ -86,24 +87,28 @@ def _heads(config: Any) -> dict[str, int] | None:
     return found if all(isinstance(value, int) and value > 0 for value in found.values()) else None
 
 
-def axes_of(name: str, shape: tuple[int, ...], sizes: Sizes) -> str | None:
-    """The axes of a tensor as a piece writes them; None when a length has no factor, or several that differ in kind."""
+def axes_of(name: str, shape: tuple[int, ...], sizes: Sizes, *, transposed: bool = False) -> str | None:
+    """The axes of a tensor as a piece writes them; None when a length has no factor, or several that differ in kind.
+
+    `transposed` when its rows are inputs.
+    """
     if not shape:
         return None
-    found = [_axis(name, place, len(shape), length, sizes) for place, length in enumerate(shape)]
-    return None if None in found else " ".join(axis for axis in found if axis)
+    lengths = shape[::-1] if transposed else shape
+    found = [_axis(name, place, len(shape), length, sizes) for place, length in enumerate(lengths)]
+    return None if None in found else " ".join(axis for axis in (found[::-1] if transposed else found) if axis)
 
 
 def _axis(name: str, place: int, rank: int, length: int, sizes: Sizes) -> str | None:
     fits = [axes for axes in _candidates(name, place, rank) if sizes.of(axes) == length]
     if length == 1:
         return "1"
-    return fits[0] if len(fits) == 1 or (fits and _NORM.search(name)) else None
+    return fits[0] if len(fits) == 1 or (fits and NORM.search(name)) else None
 
 
 def _candidates(name: str, place: int, rank: int) -> tuple[str, ...]:
     """What an axis can be, by the name of its tensor. Only for norms does the order count: they are never cut."""
-    if _NORM.search(name):
+    if NORM.search(name):
         return ("h", "d", "(g q d)", "(g d)", "f")
     if _ATTENTION.search(name):
         if _OUTPUT.search(name):
@@ -113,10 +118,10 @@ def _candidates(name: str, place: int, rank: int) -> tuple[str, ...]:
         if _QUERY.search(name):
             return ("(g q d)",)
         return ("(g d)",) if _KEY_OR_VALUE.search(name) else ()
-    if re.search(r"mlp|ffn|feed_forward|\bff\b|\bfc\d?\b", name):
-        return ("e", "h") if re.search(r"gate\.|router", name) else ("h", "f")
     if "expert" in name:
         return ("h", "m")
+    if re.search(r"mlp|ffn|feed_forward|\bff\b|\bfc\d?\b", name):
+        return ("e", "h") if re.search(r"gate\.|router", name) else ("h", "f")
     if "position" in name or "wpe" in name:
         return ("p", "h")
     return ("v", "h") if re.search(r"emb|head|wte|output", name) else ()

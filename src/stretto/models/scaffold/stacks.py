@@ -32,7 +32,7 @@ class Stacks:
 
 
 def sort(files: Mapping[str, Tensor], memory: Mapping[str, Tensor], layer_count: int) -> Stacks:
-    """Find the numbered names that are `layer_count` layers; numbers further inside that run over tensors become {e}."""
+    """Find the numbered names that are `layer_count` layers; numbers inside that run over tensors become {e}."""
     prefix = _decoder(memory, layer_count)
     if not prefix:
         return Stacks("", (), files, memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stretto.models.language import Row
+from stretto.models.language import MEGATRON_SIDES, Row
 from stretto.sync.layout import Atoms, Layout, LayoutBuilder, at_layer, side_of
 from stretto.sync.layouts.cuts import even_range, padded
 from stretto.sync.parallel import MegatronSizes
@@ -64,6 +64,11 @@ class _Builder:
     ) -> None:
         side = side_of(row, self._sides)
         if side is None:
+            if side_of(row, MEGATRON_SIDES):
+                raise ValueError(
+                    f"megatron: {row.pieces[0].name} of {self._weights.family} is there only with Transformer Engine's "
+                    "layers; set te"
+                )
             return
         for held, pieces in row.tensors(side):
             factors = {factor for piece in pieces for factor in piece.factors}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from stretto.models.language import Held, Piece
 from stretto.sync.layout import Atoms, Layout, LayoutBuilder, at_layer
-from stretto.sync.storage import Stored, rows_of, store
+from stretto.sync.storage import Stored, View, rows_of, store
 
 
 def checkpoint_layout(atoms: Atoms, dtype: str) -> Layout:
@@ -22,27 +22,34 @@ def replica_layout(atoms: Atoms, dtype: str, replicas: int) -> Layout:
 def fsdp_layout(atoms: Atoms, dtype: str, ranks: int) -> Layout:
     """FSDP2: the rows of each tensor in equal chunks, as ``torch.chunk`` cuts them; the last ranks may get none.
 
-    Buffers are whole on every rank.
+    Buffers and scalars are whole on every rank.
     """
     build = LayoutBuilder(f"fsdp(ranks={ranks})", atoms, ranks, dtype)
     kinds = [build.new_class([rank]) for rank in range(ranks)]
-    for held, pieces, layer in _tensors(atoms, "memory"):
-        stored = store(atoms.weights, held, pieces)
-        if pieces[0].buffer:
-            for rank in range(ranks):
-                _add_whole(build, kinds[rank], build.group([rank]), stored, held, pieces, layer)
-            continue
-        chunk = -(-stored.shape[0] // ranks)
-        for rank in range(ranks):
-            start, stop = (min(stored.shape[0], chunk * edge) for edge in (rank, rank + 1))
-            tensor = build.tensor(
-                kinds[rank], at_layer(held.name, layer), stored, pieces, (stop - start, *stored.shape[1:])
-            )
-            cut = rows_of(stored.views, stored.row_stride, start, stop) if stop > start else [[]] * len(pieces)
-            for piece, views in zip(pieces, cut, strict=True):
-                for view in views:
-                    build.shard(tensor, at_layer(piece.name, layer), view, held, build.group([rank]))
+    for row in atoms.weights.rows:
+        for held, pieces in row.tensors("memory"):
+            stored = store(atoms.weights, held, pieces)
+            whole = pieces[0].buffer or not stored.shape
+            cells = [(stored.shape, [[view] for view in stored.views])] * ranks if whole else _row_cells(stored, ranks)
+            for layer in row.layers or (None,):
+                for rank, (shape, cut) in enumerate(cells):
+                    tensor = build.tensor(kinds[rank], at_layer(held.name, layer), stored, pieces, shape)
+                    for piece, views in zip(pieces, cut, strict=True):
+                        for view in views:
+                            build.shard(tensor, at_layer(piece.name, layer), view, held, build.group([rank]))
     return build.build()
+
+
+def _row_cells(stored: Stored, ranks: int) -> list[tuple[tuple[int, ...], list[list[View]]]]:
+    """For each rank the shape of its rows, and their boxes of each view."""
+    rows = stored.shape[0]
+    chunk = -(-rows // ranks)
+    cells = []
+    for rank in range(ranks):
+        start, stop = (min(rows, chunk * edge) for edge in (rank, rank + 1))
+        cut = rows_of(stored.views, stored.row_stride, start, stop) if stop > start else [[] for _ in stored.views]
+        cells.append(((stop - start, *stored.shape[1:]), cut))
+    return cells
 
 
 def _whole(title: str, atoms: Atoms, side: str, ranks: int, dtype: str) -> Layout:

@@ -20,11 +20,12 @@ from stretto.sync.layouts import fsdp_layout
 from stretto.trainers.export import export
 from stretto.trainers.fsdp import state
 from stretto.trainers.fsdp.build import build_optimizer, build_policy, master_dtype
+from stretto.trainers.precision import dtype_name
 from stretto.trainers.stepping import SteppingTrainer
 from stretto.trainers.tokens import FlatTokens
 from stretto.trainers.updates import Update
 from stretto.types import Batch, Rollout
-from stretto.world import World, whole
+from stretto.world import World, local_part, whole
 
 
 class FSDPTrainer(SteppingTrainer):
@@ -40,7 +41,7 @@ class FSDPTrainer(SteppingTrainer):
         self._policy = build_policy(directory, config.trainer, world)
         self._optimizer = build_optimizer(self._policy, config.trainer)
         self._reference = build_policy(directory, config.trainer, world) if self._objective.needs_reference else None
-        master = str(master_dtype(config.trainer, world)).removeprefix("torch.")
+        master = dtype_name(master_dtype(config.trainer, world))
         self._layout = fsdp_layout(atoms_of(directory, config.model.map), master, world.size)
         check_tensors(self._layout, world.rank, self.weights())
 
@@ -65,6 +66,10 @@ class FSDPTrainer(SteppingTrainer):
 
     def _clear(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _take_gradient(self) -> dict[str, Tensor]:
+        gradients = {name: tensor.grad for name, tensor in self.weights().items()}
+        return {name: local_part(gradient).clone() for name, gradient in gradients.items() if gradient is not None}
 
     def _accumulate(self, batch: Batch, update: Update, old: Tensor | None) -> tuple[float, Stats]:
         """Sum the loss and its gradient over the update's micro-batches; every rank makes the same number of passes."""

@@ -47,11 +47,15 @@ class Stepper:
         for group in self.megatron.param_groups:
             # Megatron leaves this product to its schedule of the weight decay; vectors have the factor 0.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        for optimizer in self._parts():
+            _start_moments(optimizer.optimizer)
         self._clip_grad = config.clip_grad
+        self.everywhere = False
+        """Whether every replica gets all of the gradient, and not only the part that its optimizer reads."""
 
     def finish_gradient(self) -> None:
         """Sum the gradients over ranks: over replicas, experts over theirs, what TP ranks and tied stages share."""
-        finalize_model_grads(self._chunks)
+        finalize_model_grads(self._chunks, force_all_reduce=self.everywhere)
 
     def clip(self) -> float:
         """Scale the gradient down to the largest norm allowed, unless it is not finite; returns the global norm."""
@@ -85,8 +89,17 @@ class Stepper:
                 tensor.data = tensor.data.to(device)
 
     def _parts(self) -> Iterator[Any]:
-        """Megatron's optimizers one by one: experts have their own."""
-        yield from getattr(self.megatron, "chained_optimizers", [self.megatron])
+        """Megatron's optimizers one by one: experts have their own. Stubs, of a rank without weights, are left out."""
+        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        yield from (optimizer for optimizer in parts if not optimizer.is_stub_optimizer)
+
+
+def _start_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make torch's state of step 0 now: it would come with the first step, and a checkpoint before that would lack it."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 def _own_tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import torch
@@ -51,3 +52,8 @@ def stop() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+
+
+def transformer_engine() -> bool:
+    """Whether Megatron's layers are Transformer Engine's: where it is installed, on CUDA (written, not run)."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None

@@ -14,15 +14,20 @@ from torch import Tensor
 from stretto.algorithms.objective import Stats, merge
 from stretto.config.run import RunConfig
 from stretto.data.batching import MicroBatch, slot_offsets
-from stretto.models.checkpoint import load_config
+from stretto.models.checkpoint import load_config, stored_dtype
+from stretto.sync.binding import check_tensors
+from stretto.sync.coordinates import atoms_of
+from stretto.sync.files import CheckpointFiles, load
 from stretto.sync.layout import Layout
+from stretto.sync.layouts import checkpoint_layout, megatron_layout
 from stretto.sync.parallel import MegatronSizes
 from stretto.trainers.base import StepReport
+from stretto.trainers.export import export
 from stretto.trainers.groups import DataParallel, Groups
 from stretto.trainers.megatron import optimizer, parallel, state
 from stretto.trainers.megatron.build import build_model
 from stretto.trainers.megatron.passes import Passes, prepare
-from stretto.trainers.precision import compute_dtype
+from stretto.trainers.precision import compute_dtype, dtype_name
 from stretto.trainers.stepping import SteppingTrainer
 from stretto.trainers.tokens import FlatTokens
 from stretto.trainers.updates import Update
@@ -34,37 +39,33 @@ class MegatronTrainer(SteppingTrainer):
     """Meets :class:`~stretto.trainers.base.Trainer` on Megatron-Core, cut over the world as `sizes` says.
 
     `directory` is the checkpoint that the run starts from; it is also the reference model when the loss has a KL term.
-    `options` are what the model's family tells Megatron (see `provider.transformer_config`). One trainer a process: it
-    makes Megatron's groups, which `parallel.stop` takes down.
+    One trainer a process: it makes Megatron's groups, which `parallel.stop` takes down. Raises ValueError when the
+    sizes fit neither the world nor the model, or the checkpoint's family has no map or no model in Megatron-Core.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        config: RunConfig,
-        world: World,
-        *,
-        sizes: MegatronSizes,
-        options: Mapping[str, Any],
-        sequence_parallel: bool = False,
-    ):
+    def __init__(self, directory: Path, config: RunConfig, world: World):
         _check(config)
+        atoms = atoms_of(directory, config.model.map)
+        sizes = sizes_of(config, world.size)
+        self._dtype = compute_dtype(config.trainer, world)
+        self._layout = megatron_layout(atoms, dtype_name(self._dtype), sizes)
         parallel.start(sizes, world, seed=config.seed)
         groups = _groups(world.device)
         super().__init__(config, groups.replicas)
         self._directory, self._world, self._sizes, self._groups = directory, world, sizes, groups
-        self._dtype = compute_dtype(config.trainer, world)
         self._hf_config: Any = load_config(directory)
-        build = self._builder(options, sequence_parallel)
+        build = self._builder(atoms.weights.megatron or {}, config.trainer.sequence_parallel)
         self._models = build()
-        # CHECKPOINT: the weights of `self._models` are to be filled from `directory` here, before anything copies them.
+        check_tensors(self._layout, world.rank, self.weights())
+        self._fill(self._models)
         self._chunks = optimizer.wrap(self._models)
         self._optimizer = optimizer.Stepper(self._chunks, config.trainer, self._dtype)
         self._passes = self._passes_of(self._chunks)
         self._reference: Passes | None = None
         if self._objective.needs_reference:
-            # CHECKPOINT: the same for the reference's.
-            self._reference = self._passes_of(build())
+            reference = build()
+            self._fill(reference)
+            self._reference = self._passes_of(reference)
 
     def _builder(self, options: Mapping[str, Any], sequence_parallel: bool) -> Any:
         def build() -> list[Any]:
@@ -86,19 +87,19 @@ class MegatronTrainer(SteppingTrainer):
         vocabulary = self._hf_config.get_text_config().vocab_size
         return Passes(chunks, self._sizes, self._groups, vocabulary, self._settings.logit_chunk_tokens)
 
+    def _fill(self, models: Sequence[Any]) -> None:
+        """Read this rank's boxes of the checkpoint."""
+        source = checkpoint_layout(self._layout.atoms, stored_dtype(self._directory))
+        with CheckpointFiles(self._directory) as files:
+            load(files, source, self._layout, self._world.rank, local_tensors(models))
+
     def weights(self) -> Mapping[str, Tensor]:
-        """This rank's own tensors by Megatron's local name, after `vp<chunk>.` when it has several chunks."""
-        many = len(self._models) > 1
-        return {
-            f"vp{chunk}.{name}" if many else name: tensor
-            for chunk, model in enumerate(self._models)
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if isinstance(tensor, Tensor)
-        }
+        """See the contract: Megatron's local names, after `vp<chunk>.` when the rank has several chunks."""
+        return local_tensors(self._models)
 
     def layout(self) -> Layout:
         """See the contract."""
-        raise NotImplementedError
+        return self._layout
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[tuple[float, ...]]:
         """See the contract. A replica's ranks put their shares together and each gets back its own."""
@@ -109,14 +110,29 @@ class MegatronTrainer(SteppingTrainer):
 
     def step(self, batch: Batch) -> StepReport:
         """See the contract. Raises RunError after `max_bad_steps` non-finite updates in a row."""
+        report = super().step(self._together(batch))
+        own = {rollout.group_id for rollout in batch.rollouts}
+        return StepReport(report.metrics, report.updates, report.bad_updates, report.skipped_groups & own)
+
+    def gradient(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """See `SteppingTrainer.gradient`."""
+        self._optimizer.everywhere = True
+        try:
+            return super().gradient(self._together(batch))
+        finally:
+            self._optimizer.everywhere = False
+
+    def _take_gradient(self) -> dict[str, Tensor]:
+        found = {name: getattr(tensor, "main_grad", None) for name, tensor in self.weights().items()}
+        return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+
+    def _together(self, batch: Batch) -> Batch:
+        """The shares of a replica's ranks, on each of them."""
         shares = self._groups.over_replica(batch)
-        together = Batch(
+        return Batch(
             [rollout for share in shares for rollout in share.rollouts],
             [advantage for share in shares for advantage in share.advantages],
         )
-        report = super().step(together)
-        own = {rollout.group_id for rollout in batch.rollouts}
-        return StepReport(report.metrics, report.updates, report.bad_updates, report.skipped_groups & own)
 
     def _policy_logprobs(self, rollouts: Sequence[Rollout]) -> Tensor:
         return self._flat_logprobs(self._passes, rollouts, range(len(rollouts)))
@@ -201,6 +217,43 @@ class MegatronTrainer(SteppingTrainer):
         """See the contract."""
         self._set_counters(state.load(directory, self._models, self._optimizer.megatron))
 
+    def export(self, directory: Path, dtype: torch.dtype) -> None:
+        """See the contract."""
+        export(directory, self._layout, self.weights, dtype, self._directory, self._world)
+
+
+def sizes_of(config: RunConfig, ranks: int) -> MegatronSizes:
+    """The run's parallel sizes on `ranks` processes: what tensor and pipeline parallelism leave is data parallel.
+
+    Raises ValueError when the sizes do not divide the processes.
+    """
+    trainer = config.trainer
+    if ranks % (trainer.tp * trainer.pp):
+        raise ValueError(
+            f"trainer.tp = {trainer.tp} x trainer.pp = {trainer.pp} does not divide the {ranks} processes of the run; "
+            f"start a multiple of {trainer.tp * trainer.pp} with torchrun"
+        )
+    return MegatronSizes(
+        tp=trainer.tp,
+        pp=trainer.pp,
+        vpp=trainer.vpp,
+        ep=trainer.ep,
+        etp=trainer.etp,
+        dp=ranks // (trainer.tp * trainer.pp),
+        pp_layers=trainer.pp_layers,
+        te=parallel.transformer_engine(),
+    )
+
+
+def local_tensors(models: Sequence[Any]) -> Mapping[str, Tensor]:
+    """Parameters and persistent buffers by local name, after `vp<chunk>.` when there are several chunks."""
+    return {
+        f"vp{chunk}.{name}" if len(models) > 1 else name: tensor
+        for chunk, model in enumerate(models)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor)
+    }
+
 
 def _check(config: RunConfig) -> None:
     if config.trainer.batching == "packed":
@@ -221,11 +274,3 @@ def _groups(device: torch.device) -> Groups:
         replica=parallel_state.get_model_parallel_group(),
         replicas=DataParallel(parallel_state.get_data_parallel_group(), device),
     )
-
-
-def _numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items()}
-
-
-def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

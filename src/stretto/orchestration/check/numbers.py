@@ -1,0 +1,197 @@
+"""What the trainer computes, against transformers: log-probs, then gradients."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stretto.models.checkpoint import stored_dtype
+from stretto.orchestration.check.bench import Bench, flat
+from stretto.orchestration.check.compare import FileTensors, Filler, checkpoint_names, relative, without_shift
+from stretto.orchestration.check.diagnose import Case, classify
+from stretto.orchestration.check.gradients import local_gradient, write_gradient
+from stretto.orchestration.check.hypotheses import Hypothesis, excluded, hypotheses
+from stretto.orchestration.check.reference import Reference
+from stretto.orchestration.check.report import Failure, Outcome
+from stretto.orchestration.check.samples import scored_rollouts, training_batch, with_logprobs
+from stretto.sync.files import CheckpointFiles
+from stretto.types import Batch, Rollout
+from stretto.world import local_part
+
+BOUND = 1e-4
+"""Of relative differences in float32."""
+NOISE_FACTOR = 4.0
+"""In bfloat16: so many times what transformers in bfloat16 is off from transformers in float32."""
+_HUGE = 1e4
+_NEGLIGIBLE = 1e-6
+"""Gradients smaller than this share of the largest are compared with that share: they are sums that cancel."""
+
+
+def logits(bench: Bench) -> Outcome:
+    """Log-probs of fixed samples, over all of the vocabulary's range; then with padded rows set to huge values."""
+    rollouts = scored_rollouts(bench.vocabulary, bench.longest)
+    expected = _expected(bench, rollouts)
+    bound = BOUND if bench.exact else max(BOUND, NOISE_FACTOR * bench.noise)
+    found = flat(bench.logprobs(rollouts))
+    measured = relative(found, expected)
+    if not measured <= bound:
+        failure = search(bench, rollouts, expected, measured, bound)
+        return Outcome(
+            "fail", f"log-probs are {measured:.1e} off transformers' (bound {bound:.1e})", measured, bound, failure
+        )
+    if padded := _fill_padding(bench):
+        leaked = relative(flat(bench.logprobs(rollouts)), found)
+        if leaked:
+            why = f"with {_HUGE:g} in the padded rows of the vocabulary, log-probs change by {leaked:.1e}"
+            return Outcome("fail", why, leaked, 0.0, Failure(padded, "padded rows of the vocabulary leak", why))
+    said = f"log-probs within {measured:.1e} of transformers' in float32 (bound {bound:.1e})"
+    said += "" if bench.exact else f"; transformers in {bench.settings.dtype} is off by {bench.noise:.1e}"
+    return Outcome("pass", said + ("; padded rows do not count" if padded else ""), measured, bound)
+
+
+def _expected(bench: Bench, rollouts: Sequence[Rollout]) -> list[float]:
+    """transformers' log-probs in float32, from the first rank; sets the bench's noise."""
+    said = None
+    if bench.world.first:
+        bench.reference = Reference(bench.probe.directory, torch.float32, bench.world.device)
+        values = flat(bench.reference.logprobs(rollouts))
+        noise = 0.0
+        if not bench.exact:
+            lower = Reference(bench.probe.directory, bench.dtype, bench.world.device)
+            noise = relative(flat(lower.logprobs(rollouts)), values)
+        said = values, noise
+    values, bench.noise = bench.world.from_first(said)
+    return values
+
+
+def _fill_padding(bench: Bench) -> str | None:
+    """Set the rows of the vocabulary that are padding to a huge value; names a tensor that has some, on any rank."""
+    padded = None
+    tensors = bench.trainer.weights()
+    source = bench.files_layout(stored_dtype(bench.probe.directory))
+    with CheckpointFiles(bench.probe.directory) as files:
+        scratch = Filler(source, bench.trainer.layout(), bench.world.rank).scratch(tensors, files.read)
+    for name, known in scratch.items():
+        if (empty := known.isnan()).any():
+            padded = name
+            with torch.no_grad():
+                local_part(tensors[name].detach())[empty] = _HUGE
+    return next((name for name in bench.world.gather(padded) if name), None)
+
+
+def search(
+    bench: Bench, rollouts: Sequence[Rollout], expected: Sequence[float], measured: float, bound: float
+) -> Failure:
+    """Which change of the checkpoint makes the trainer right: all ranks try the same ones, in order."""
+    layout, weights = bench.trainer.layout(), bench.atoms.weights
+    tensors, nearest = bench.trainer.weights(), (measured, "none")
+    tried = 0
+    with CheckpointFiles(bench.probe.directory) as files:
+        filler = Filler(bench.files_layout(stored_dtype(bench.probe.directory)), layout, bench.world.rank)
+        cut = max(bench.settings.tp, bench.settings.ep)
+        for one in hypotheses(weights, bench.sides, shards=cut, stages=bench.settings.stages):
+            tried += 1
+            now = _difference_under(bench, one, filler, tensors, files, rollouts, expected)
+            if now <= bound:
+                said = f"with a checkpoint changed accordingly, log-probs are {now:.1e} off instead of {measured:.1e}"
+                return Failure(", ".join(one.parameters), one.kind, said)
+            nearest = min(nearest, (now, f"{', '.join(one.parameters)}: {one.kind}"))
+    left = excluded(weights, bench.sides)
+    said = f"{tried} mistakes of one row were tried and none explains it"
+    said += f"; nearest ({nearest[0]:.1e}): {nearest[1]}" if nearest[0] < measured / 2 else ""
+    said += f"; not tried: {', '.join(left)}" if left else ""
+    return Failure(None, "not a single mistake in the map, or the model is built otherwise", said)
+
+
+def _difference_under(
+    bench: Bench,
+    one: Hypothesis,
+    filler: Filler,
+    tensors: Mapping[str, Tensor],
+    files: CheckpointFiles,
+    rollouts: Sequence[Rollout],
+    expected: Sequence[float],
+) -> float:
+    changed = one.change(files.read)
+    filler.fill(tensors, changed.__getitem__, changed)
+    found = flat(bench.logprobs(rollouts))
+    filler.fill(tensors, files.read, changed)
+    return relative(found, expected)
+
+
+def gradients(bench: Bench) -> Outcome:
+    """The gradient of one batch, parameter by parameter, in the checkpoint's coordinates."""
+    batch = training_batch(bench.vocabulary, bench.longest)
+    values = bench.world.from_first(bench.reference.logprobs(batch.rollouts) if bench.reference else None)
+    batch = Batch(with_logprobs(batch.rollouts, values), batch.advantages)
+    mine = slice(bench.world.rank, None, bench.world.size)
+    found = local_gradient(bench.trainer, Batch(batch.rollouts[mine], batch.advantages[mine]))
+    theirs, ours = bench.work / "gradient-transformers", bench.work / "gradient-trainer"
+    write_gradient(bench.trainer, found, ours, bench.world)
+    outcome = _compare(bench, batch, theirs, ours) if bench.world.first else None
+    bench.reference = None
+    outcome = bench.world.from_first(outcome)
+    if outcome.status == "pass" and (failure := _copies_differ(bench, found, ours)):
+        outcome = Outcome("fail", f"{failure.parameter}: {failure.kind}", failure=failure)
+    if bench.world.first:
+        shutil.rmtree(theirs)
+    return outcome
+
+
+def _compare(bench: Bench, batch: Batch, theirs: Path, ours: Path) -> Outcome:
+    assert bench.reference is not None
+    bench.reference.write_gradient(batch, theirs)
+    lower = None
+    if not bench.exact:
+        lower = bench.work / "gradient-lower"
+        Reference(bench.probe.directory, bench.dtype, bench.world.device).write_gradient(batch, lower)
+    with CheckpointFiles(theirs) as a, CheckpointFiles(ours) as b, CheckpointFiles(lower or theirs) as c:
+        return _worst(bench, FileTensors(a), FileTensors(b), FileTensors(c))
+
+
+def _worst(
+    bench: Bench, expected: Mapping[str, Tensor], found: Mapping[str, Tensor], lower: Mapping[str, Tensor]
+) -> Outcome:
+    """Each parameter's difference over its bound; of those above it, the worst is named."""
+    names = [name for name in bench.files_layout().local(0) if name in expected]
+    floor = _NEGLIGIBLE * max(float(expected[name].norm()) for name in names)
+    ratios: dict[str, tuple[float, float, float]] = {}
+    for name in names:
+        size = max(float(expected[name].norm()), floor)
+        off = float((found[name] - expected[name]).norm()) / size
+        bound = max(BOUND, NOISE_FACTOR * float((lower[name].float() - expected[name]).norm()) / size)
+        off = off if math.isfinite(off) else math.inf
+        ratios[name] = (off / bound, off, bound)
+    worst = max(ratios, key=lambda name: ratios[name])
+    ratio, off, bound = ratios[worst]
+    if ratio <= 1:
+        return Outcome(
+            "pass", f"{len(names)} parameters, the worst {worst}: {off:.1e} off (bound {bound:.1e})", off, bound
+        )
+    kind, _ = classify(Case(worst, found[worst], expected[worst], shards=bench.settings.tp))
+    wrong = [name for name in names if ratios[name][0] > 1]
+    said = f"gradients of {len(wrong)} of {len(names)} parameters are off: {', '.join(wrong[:8])}"
+    failure = Failure(worst, f"gradient: {kind}", said)
+    return Outcome("fail", f"{worst}: gradient {off:.1e} off (bound {bound:.1e})", off, bound, failure)
+
+
+def _copies_differ(bench: Bench, found: Mapping[str, Tensor], directory: Path) -> Failure | None:
+    """Every rank's copy of a gradient must be the one that was compared: else replicas would drift apart."""
+    layout = without_shift(bench.trainer.layout())
+    failure = None
+    with CheckpointFiles(directory) as files:
+        scratch = Filler(without_shift(bench.files_layout()), layout, bench.world.rank).scratch(found, files.read)
+    for name, expected in scratch.items():
+        known = ~expected.isnan()
+        size = max(float(expected[known].norm()), 1e-12)
+        if float((found[name] - expected)[known].norm()) > BOUND * size and failure is None:
+            kind, evidence = classify(Case(name, found[name], expected, shards=bench.settings.tp))
+            pieces = checkpoint_names(layout, name)
+            said = f"rank {bench.world.rank}'s gradient of {name} is not its replicas': {evidence}"
+            failure = Failure(pieces[0] if pieces else name, f"gradient: {kind}", said)
+    return next((one for one in bench.world.gather(failure) if one), None)
