@@ -25,6 +25,7 @@ format: $(VENV)/dev.stamp
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m stretto.config.help > docs/configuration.md
 	$(BIN)/python -m stretto.telemetry.metrics > docs/metrics.md
+	$(BIN)/python -m stretto.models.table > docs/families.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

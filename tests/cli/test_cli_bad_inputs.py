@@ -325,6 +325,46 @@ TABLE = (
     Row("foreign run.json", resume_with_a_foreign_run_json, 2, ("cannot read the checkpoint", "step_00000002")),
     Row("export of an absent step", export_of_an_absent_step, 2, ("no checkpoint of step 7; it has 2",)),
     Row("export onto something", export_onto_something, 2, ("out exists",)),
+    Row(
+        "plan from an unknown side",
+        lambda b: ["plan", str(b.model), "--source", "megatrom:tp=2", "--target", "embedded"],
+        2,
+        ("there is no side 'megatrom'", "did you mean 'megatron'"),
+    ),
+    Row(
+        "plan with an unknown size",
+        lambda b: ["plan", str(b.model), "--source", "fsdp:rank=2", "--target", "embedded"],
+        2,
+        ("fsdp has no key 'rank'", "did you mean 'ranks'"),
+    ),
+    Row(
+        "plan with sizes that do not divide",
+        lambda b: ["plan", str(b.model), "--source", "megatron:tp=4", "--target", "embedded"],
+        2,
+        ("tp=4 does not divide the model's 2 kv heads",),
+    ),
+    Row(
+        "plan with stages that do not add up",
+        lambda b: ["plan", str(b.model), "--source", "megatron:pp=2,pp_layers=2/2", "--target", "embedded"],
+        2,
+        ("pp_layers adds up to 4 and the model has 3 layers",),
+    ),
+    Row(
+        "plan of no model",
+        lambda b: ["plan", str(b.path / "gone"), "--source", "fsdp", "--target", "embedded"],
+        2,
+        ("gone is neither a checkpoint directory nor a config.json",),
+    ),
+    Row(
+        "plan with a map that is no Python",
+        lambda b: [
+            *("plan", str(b.model), "--source", "fsdp", "--target", "embedded"),
+            *("--map", str(b.path / "rows.jsonl")),
+        ],
+        2,
+        ("rows.jsonl is not a Python file",),
+    ),
+    Row("new-model of no model", lambda b: ["new-model", str(b.path)], 2, ("has no config.json",)),
     Row("export of no run", lambda b: ["export", str(b.path), str(b.path / "x")], 2, ("has no checkpoint",)),
     Row(
         "no replay file",

@@ -164,7 +164,7 @@ def laid_out(
             rest.sort(key=held.order.split().index)
         moved = [first.index(f) + lead for f in (*per, *rest)]
         tail = list(range(lead + len(first), value.dim()))
-        value = value.permute(*range(lead), *moved, *tail)
+        value = value.permute((*range(lead), *moved, *tail))
         over = value.shape[:lead]
         groups = math.prod(value.shape[lead : lead + len(per)])
         width = math.prod(value.shape[lead + len(per) : lead + len(first)])

@@ -24,9 +24,17 @@ def map_of(directory: Path, map_file: str | None = None) -> WeightMap:
 
 
 def whole_tensors(directory: Path) -> WeightMap:
-    """The identity map of the checkpoint's model."""
+    """The identity map of the checkpoint's model. Raises ValueError when transformers changes tensors as it loads them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     model: Any = empty_model(directory)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = sorted(getattr(model, "all_tied_weights_keys", None) or {})
+    held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    kind = model.config.model_type
+    if changed := sorted(set(held) - set(revert_weight_conversion(model, dict(held)))):
+        raise ValueError(
+            f"{kind} models need a weight map: transformers holds {changed[0]} (and {len(changed) - 1} more), which the "
+            "files have in another form; begin one with `stretto new-model` and name it in model.map"
+        )
     parameters = {name for name, _ in model.named_parameters()}
-    tensors = [(n, t, n not in parameters) for n, t in model.state_dict().items() if n not in tied]
-    return identity_map(model.config.model_type, tensors)
+    return identity_map(kind, [(name, tensor, name not in parameters) for name, tensor in held.items()], tied)

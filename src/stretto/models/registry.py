@@ -44,6 +44,8 @@ def load_map_file(path: Path) -> None:
     """Take in the families that the Python file `path` declares. Raises ValueError when it cannot be run."""
     if not path.is_file():
         raise ValueError(f"model.map {path} is not a file")
+    if path.suffix != ".py":
+        raise ValueError(f"model.map {path} is not a Python file (.py)")
     spec = importlib.util.spec_from_file_location(f"stretto_map_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

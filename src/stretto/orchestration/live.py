@@ -21,9 +21,10 @@ from stretto.sync.files import CheckpointFiles, load
 from stretto.sync.layouts import checkpoint_layout
 from stretto.sync.plan import Plan
 from stretto.sync.publication import Publisher
-from stretto.sync.transports import AliasTransport, PlannedTransport
+from stretto.sync.transports import AliasTransport, PlannedTransport, StreamTransport
 from stretto.sync.transports.alias import can_alias
 from stretto.trainers import Trainer
+from stretto.trainers.base import Streaming
 from stretto.world import World
 
 
@@ -79,12 +80,16 @@ class Live:
 
 def connect(
     trainer: Trainer, engine: EmbeddedEngine, world: World, extra_bytes: int
-) -> AliasTransport | PlannedTransport:
+) -> AliasTransport | PlannedTransport | StreamTransport:
     """The transport between this trainer and this engine: shared tensors where it can be, else what their plan says.
+
+    A trainer that only streams its weights fills the engine of each rank as they come by.
 
     Raises ValueError when the trainer's weights do not fill the engine's.
     """
     source, target = trainer.layout(), engine.layout()
+    if isinstance(trainer, Streaming):
+        return StreamTransport(source, target, world.rank, trainer.stream, engine.allocate())
     plan = Plan.of(source, target, range(world.size))
     weights = trainer.weights()
     if can_alias(source, target, weights):

@@ -40,7 +40,7 @@ def new_model(model: str, out: Path | None = None) -> str:
 def _summary(draft: Draft) -> Iterator[str]:
     described = draft.described
     kinds = f" of {len(draft.layers)} kinds" if len(draft.layers) > 1 else ""
-    layers = sum(len(one.numbers) for one in draft.layers)
+    layers = getattr(described.config.get_text_config(), "num_hidden_layers", 0)
     yield f"{described.architecture} ({type(described.config).__name__}): no weight map claims it"
     yield f"{len(described.files)} tensors in files, {len(described.memory)} in memory, {layers} layers{kinds}"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.sync.coverage import differences
 from stretto.sync.execute import Execution
 from stretto.sync.layout import Layout, LocalTensor
 from stretto.sync.plan import Plan
 from stretto.sync.program import Move, moves_to
+from stretto.sync.streaming import StreamCheck
 from stretto.sync.views import copy, view
 
 _FILE_BYTES = 5 * 10**9
+_SHOWN = 20
 INDEX = "model.safetensors.index.json"
 
 
@@ -44,8 +48,10 @@ class CheckpointFiles:
         """The file of every tensor."""
         index = self._directory / INDEX
         if index.is_file():
-            table = json.loads(index.read_text())["weight_map"]
-            return {name: self._directory / file for name, file in table.items()}
+            try:
+                return {n: self._directory / file for n, file in json.loads(index.read_text())["weight_map"].items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"cannot read {index}: {type(error).__name__}: {error}") from error
         files = sorted(self._directory.glob("*.safetensors"))
         if not files:
             raise ValueError(f"{self._directory} has no .safetensors file")
@@ -53,13 +59,36 @@ class CheckpointFiles:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on CPU."""
-        if name not in self.where:
-            raise ValueError(f"the checkpoint {self._directory} has no tensor {name}")
+        self._slice(name)
         return self._open(self.where[name]).get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Its shape, from the file's header."""
-        return tuple(self._open(self.where[name]).get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
+
+    def check_names(self, expected: Collection[str], dropped: Sequence[str]) -> None:
+        """Raise ValueError unless the files have the `expected` tensors and no others but those `dropped` by pattern."""
+        surplus = [name for name in self.where if not any(fnmatchcase(name, pattern) for pattern in dropped)]
+        lines = [
+            *differences("the files lack", sorted(set(expected) - set(self.where)), surplus),
+            *differences("nothing reads", sorted(set(surplus) - set(expected)), expected),
+        ]
+        if lines:
+            raise ValueError(
+                f"the checkpoint {self._directory} does not have the tensors of its weight map:\n  "
+                + "\n  ".join(lines[:_SHOWN])
+            )
+
+    def _slice(self, name: str) -> Any:
+        """What the header says of a tensor; nothing of it is read yet."""
+        from safetensors import SafetensorError
+
+        if name not in self.where:
+            raise ValueError(f"the checkpoint {self._directory} has no tensor {name}")
+        try:
+            return self._open(self.where[name]).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self.where[name]} has no tensor {name}, though {INDEX} says so") from error
 
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -75,8 +104,10 @@ class CheckpointFiles:
 def load(files: CheckpointFiles, source: Layout, target: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
     """Fill the local `tensors` of one rank from files, one tensor of the checkpoint in memory at a time.
 
-    `source` is the checkpoint's layout. Raises ValueError when the plan or a file does not fit.
+    `source` is the checkpoint's layout. Raises ValueError when the plan or a file does not fit, and when the files have a
+    tensor that nothing reads and the map does not drop.
     """
+    files.check_names(source.local(0), source.atoms.weights.dropped)
     plan = Plan.of(source, target, [0] * target.ranks, [0])
     needed: dict[str, list[Move]] = {}
     for move in moves_to(plan, rank):
@@ -122,8 +153,55 @@ def export(
         execution.verify()
         if rank == 0:
             _save(written, directory / _file(number, len(parts)))
-    if rank == 0 and len(parts) > 1:
-        _write_index(directory, parts, target.local_bytes(0))
+    if rank == 0:
+        names = [[name for one in part for name in one.names()] for part in parts]
+        _write_index(directory, names, target.local_bytes(0))
+
+
+def export_stream(
+    directory: Path,
+    source: Layout,
+    target: Layout,
+    stream: Callable[[], Iterable[tuple[str, Tensor]]],
+    *,
+    writes: bool,
+) -> None:
+    """Write the checkpoint `target` from a stream of its tensors in `source`'s dtypes, in the order in which they come.
+
+    All ranks call, since the stream is gathered from them; the one that `writes` has one file at a time in memory.
+    Raises RuntimeError when the stream is not whole, on every rank and after its end.
+    """
+    kept: dict[str, Tensor] = {}
+    written: list[list[str]] = []
+
+    def put() -> None:
+        _save(kept, directory / _unnumbered(len(written)))
+        written.append(list(kept))
+        kept.clear()
+
+    check = StreamCheck(source)
+    dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in target.local(0).items()}
+    used = 0
+    for name, tensor in stream():
+        if not check.takes(name, tensor) or not writes:
+            continue
+        used += tensor.numel() * dtypes[name].itemsize
+        if kept and used > _FILE_BYTES:
+            put()
+            used = tensor.numel() * dtypes[name].itemsize
+        kept[name] = tensor.detach().to("cpu", dtypes[name], copy=True).contiguous()
+    if writes:
+        put()
+    check.verify()
+    if writes:
+        for index in range(len(written)):
+            (directory / _unnumbered(index)).rename(directory / _file(index + 1, len(written)))
+        _write_index(directory, written, target.local_bytes(0))
+
+
+def _unnumbered(index: int) -> str:
+    """Name of a file while it is not known how many there will be."""
+    return f"part-{index}.safetensors"
 
 
 def _parts(target: Layout) -> Iterator[list[LocalTensor]]:
@@ -153,9 +231,10 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _write_index(directory: Path, parts: list[list[LocalTensor]], total: int) -> None:
-    table = {
-        name: _file(number, len(parts)) for number, part in enumerate(parts, 1) for one in part for name in one.names()
-    }
+def _write_index(directory: Path, parts: list[list[str]], total: int) -> None:
+    """Which file has which tensor, when there are several."""
+    if len(parts) == 1:
+        return
+    table = {name: _file(number, len(parts)) for number, part in enumerate(parts, 1) for name in part}
     text = {"metadata": {"total_size": total}, "weight_map": table}
     (directory / INDEX).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -65,4 +65,19 @@ class Trainer(Protocol):
 
     def export(self, directory: Path, dtype: torch.dtype) -> None:
         """Write the weights, rounded to `dtype`, as a Hugging Face checkpoint, into an existing empty directory."""
+        ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """What a trainer has besides when its weights leave it only as whole tensors of the checkpoint, one after another.
+
+    Its layout, on one rank, is that of the stream; its `weights` are local tensors of which the layout says nothing.
+    """
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the current weights with its name, once, in the layout's dtype, on every rank in one order.
+
+        All ranks take it to the end together. A tensor may share memory with the model and is not kept or changed.
+        """
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -38,8 +38,31 @@ def export(
 
     All ranks call; the first one writes into the existing, empty `directory`.
     """
-    target = checkpoint_layout(layout.atoms, str(dtype).removeprefix("torch."))
-    files.export(directory, layout, target, world.rank, weights, world.device)
+    files.export(directory, layout, _target(layout, dtype), world.rank, weights, world.device)
+    _finish(directory, dtype, source, world)
+
+
+def export_stream(
+    directory: Path,
+    layout: Layout,
+    stream: Callable[[], Iterator[tuple[str, Tensor]]],
+    dtype: torch.dtype,
+    source: Path,
+    world: World,
+) -> None:
+    """As `export`, of weights that come as whole tensors of the checkpoint (`layout` is the stream's).
+
+    Raises RuntimeError when they are not those of the layout.
+    """
+    files.export_stream(directory, layout, _target(layout, dtype), stream, writes=world.first)
+    _finish(directory, dtype, source, world)
+
+
+def _target(layout: Layout, dtype: torch.dtype) -> Layout:
+    return checkpoint_layout(layout.atoms, str(dtype).removeprefix("torch."))
+
+
+def _finish(directory: Path, dtype: torch.dtype, source: Path, world: World) -> None:
     if world.first:
         _write_settings(directory, source, dtype)
         for pattern in _COPIED:

@@ -399,6 +399,24 @@ def test_gradients_do_not_depend_on_the_cut(
     assert max(two.run(worst_gradient, config, options, sizes)) < 1e-5
 
 
+def first_draws(world: World, sizes: MegatronSizes) -> dict[str, Tensor]:
+    """The weights that every rank holds whole, as they are first drawn."""
+    torch.manual_seed(world.rank)
+    with _groups(sizes, world):
+        (model,) = _build(deepseek(), sizes, SIGMOID)
+        return {
+            name: value.detach()
+            for name, value in model.named_parameters()
+            if not getattr(value, "tensor_model_parallel", False) and "local_experts" not in name
+        }
+
+
+def test_replicas_are_drawn_alike(two: Ranks) -> None:
+    ours, theirs = two.run(first_draws, MegatronSizes(tp=2, ep=2))
+    assert "decoder.layers.1.mlp.router.weight" in ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def worst_stage(world: World, config: PretrainedConfig, options: dict[str, Any], keys: dict[str, Any]) -> float:
     """Largest difference of a gradient of the last stage's layers from the whole model's, relative; 0 on stage 0."""
     whole, expected = _whole(world, config, options)

@@ -54,13 +54,15 @@ def begin(described: Description) -> Draft:
     kinds = stacks.kinds
     tensors = [*stacks.files.values(), *(one for kind in kinds for one in kind.files.values())]
     sizes = sizes_of(c, (length for one in tensors for length in one.shape))
-    layers, unresolved = [], []
+    layers: list[Layer] = []
+    unresolved: list[str] = []
     for kind in kinds:
         pool = Pool(kind.files, kind.memory, sizes.lengths)
         layer_parts(
             pool, sizes, *(_local(names, stacks.prefix, kind) for names in (described.centred, described.transposed))
         )
-        layers.append(Layer(kind.numbers, tuple(pool.parts)))
+        if pool.parts:
+            layers.append(Layer(kind.numbers, tuple(pool.parts)))
         unresolved += _left(pool, f"{stacks.prefix}{{layer}}.")
     pool = Pool(stacks.files, stacks.memory, sizes.lengths)
     outside_parts(pool, described, sizes)

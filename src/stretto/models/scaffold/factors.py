@@ -65,7 +65,10 @@ def sizes_of(config: Any, lengths: Iterable[int]) -> Sizes:
 
 
 def _whole(config: Any, key: str) -> int | None:
-    value = getattr(config, key, None)
+    try:
+        value = getattr(config, key, None)
+    except Exception:  # transformers refuses a key that each layer has its own value of
+        return None
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
@@ -82,7 +85,7 @@ def _heads(config: Any) -> dict[str, int] | None:
     """Sizes of grouped-query attention, where the configuration has them as whole numbers."""
     try:
         found = heads(config)
-    except (AttributeError, TypeError, ZeroDivisionError):
+    except Exception:  # without the keys, with one of each layer, or refusing in a way of its own
         return None
     return found if all(isinstance(value, int) and value > 0 for value in found.values()) else None
 

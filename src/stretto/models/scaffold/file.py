@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from stretto.models.scaffold.draft import Draft, Layer
@@ -68,7 +68,7 @@ def _map(draft: Draft) -> Iterator[str]:
     rows = [_with_keys(part.text, c) for part in draft.outside if part not in behind]
     prefix = "" if draft.prefix == "model.layers.{layer}." else f', prefix="{draft.prefix}"'
     for name, layer in zip(_names(draft), draft.layers, strict=True):
-        rows.append(f"*layers({_numbers(draft.layers, layer, c)}, {name}{prefix})")
+        rows.append(f"*layers({_numbers(layer, c)}, {name}{prefix})")
     rows += [_with_keys(part.text, c) for part in behind]
     yield "    return WeightMap("
     yield f'        family="{draft.described.config.model_type}",'
@@ -114,11 +114,11 @@ def _with_keys(text: str, c: Any) -> str:
     return text
 
 
-def _numbers(layers: Sequence[Layer], layer: Layer, c: Any) -> str:
+def _numbers(layer: Layer, c: Any) -> str:
     """The numbers of a kind of layer, from the configuration where a key of it tells them."""
-    if len(layers) == 1:
+    count, numbers = c.num_hidden_layers, layer.numbers
+    if len(numbers) == count:
         return "c.num_hidden_layers"
-    count, numbers = sum(len(one.numbers) for one in layers), layer.numbers
     types = getattr(c, "layer_types", None) or ()
     if len(types) == count:
         mine = {types[number] for number in numbers}

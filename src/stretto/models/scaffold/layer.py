@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from stretto.models.scaffold.factors import NORM, Sizes, axes_of
 from stretto.models.scaffold.parts import Pool, call, piece_text, row_text
+from stretto.models.scaffold.stacks import NUMBERED
 
 _UP = ("mlp.c_fc", "mlp.fc1", "mlp.up_proj", "mlp.dense_h_to_4h", "fc1")
 _DOWN = ("mlp.c_proj", "mlp.fc2", "mlp.down_proj", "mlp.dense_4h_to_h", "fc2")
@@ -102,6 +103,8 @@ def rows_by_shape(pool: Pool, sizes: Sizes, transposed: frozenset[str] = frozens
     """A row for each tensor whose axes have one meaning, without a Megatron column; norms and routers are not cut."""
     for name, one in list(pool.files.items()):
         shape = one.shape
+        if NUMBERED.search(name):
+            continue  # of a stack that is not the decoder: a row for each number would be no map
         if "{e}" in name:
             if "expert" not in name or shape[0] != sizes.lengths.get("e"):
                 continue

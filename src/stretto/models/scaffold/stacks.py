@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from stretto.models.description import Tensor
 
-_NUMBERED = re.compile(r"^((?:[^.\d][^.]*\.)+?)(\d+)\.(.+)$")
-_EXPERT = re.compile(r"(?<=\.)(\d+)(?=\.)")
+NUMBERED = re.compile(r"(?<=\.)(\d+)(?=\.)")
+_STACKED = re.compile(r"^((?:[^.\d][^.]*\.)+?)(\d+)\.(.+)$")
 
 
 class Kind(NamedTuple):
@@ -52,7 +52,7 @@ def _decoder(names: Iterable[str], layer_count: int) -> str:
     """The prefix in front of the numbers 0 to `layer_count` - 1; of several the one with most tensors."""
     numbers: dict[str, list[int]] = {}
     for name in names:
-        if found := _NUMBERED.match(name):
+        if found := _STACKED.match(name):
             numbers.setdefault(found[1], []).append(int(found[2]))
     layered = {prefix: len(seen) for prefix, seen in numbers.items() if set(seen) == set(range(layer_count))}
     return max(layered, key=lambda prefix: layered[prefix], default="")
@@ -75,9 +75,9 @@ def _folded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Names that differ in one number alone as one name with {e} and a first axis: so many, of one shape and dtype."""
     runs: dict[str, dict[int, Tensor]] = {}
     for name, one in tensors.items():
-        if found := _EXPERT.search(name):
+        if found := NUMBERED.search(name):
             runs.setdefault(name[: found.start()] + "{e}" + name[found.end() :], {})[int(found[0])] = one
-    folded = {name: one for name, one in tensors.items() if not _EXPERT.search(name)}
+    folded = {name: one for name, one in tensors.items() if not NUMBERED.search(name)}
     for name, run in runs.items():
         shapes = set(run.values())
         if len(shapes) == 1 and set(run) == set(range(len(run))):
@@ -90,4 +90,4 @@ def _folded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def patterns(tensors: Mapping[str, Tensor]) -> list[str]:
     """``name [shape]`` for each tensor, with numbers as {n} where that makes several one."""
-    return list(dict.fromkeys(f"{_EXPERT.sub('{n}', name)} {list(one.shape)}" for name, one in tensors.items()))
+    return list(dict.fromkeys(f"{NUMBERED.sub('{n}', name)} {list(one.shape)}" for name, one in tensors.items()))

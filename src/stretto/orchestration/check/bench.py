@@ -15,6 +15,7 @@ from stretto.config import RunConfig
 from stretto.engines.embedded import EmbeddedEngine
 from stretto.orchestration.check.probe import Probe
 from stretto.orchestration.check.reference import Reference
+from stretto.orchestration.check.samples import Tokens
 from stretto.orchestration.check.settings import CheckSettings
 from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import EngineSizes, checkpoint_layout, engine_layout, fsdp_layout, megatron_layout
@@ -60,14 +61,11 @@ class Bench:
         return self.dtype == torch.float32
 
     @property
-    def vocabulary(self) -> int:
-        """Token ids."""
-        return self.hf_config.get_text_config().vocab_size
-
-    @property
-    def longest(self) -> int:
-        """Tokens that a sequence may have."""
-        return getattr(self.hf_config.get_text_config(), "max_position_embeddings", None) or 2**31
+    def tokens(self) -> Tokens:
+        """What samples may be made of."""
+        text = self.hf_config.get_text_config()
+        longest = getattr(text, "max_position_embeddings", None) or 2**31
+        return Tokens(text.vocab_size, longest, getattr(text, "pad_token_id", None))
 
     @property
     def sides(self) -> tuple[str, ...]:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from stretto.errors import RunError
-from stretto.models.checkpoint import load_config
+from stretto.models.checkpoint import load_config, odd_layers
 from stretto.orchestration.check.bench import Bench
 from stretto.orchestration.check.memory import forecast
 from stretto.orchestration.check.numbers import gradients, logits
@@ -56,7 +55,8 @@ def climb(
         rungs := [],
     )
     with ExitStack() as stack:
-        config, hf_config = settings.config(), load_config(probe.directory)
+        hf_config = load_config(probe.directory)
+        config = settings.config(padded=bool(odd_layers(hf_config)))
         bench = Bench(settings, probe, world, work, stack, config, hf_config, resident_bytes() or _PROCESS_BYTES)
         broken = None
         for name, rung in LADDER:
@@ -72,7 +72,7 @@ def _climb(bench: Bench, rung: Climb) -> Outcome:
     """The rung's outcome, the same on every rank: a failure of any is everyone's."""
     try:
         outcome = rung(bench)
-    except (ValueError, RuntimeError, RunError) as error:
+    except Exception as error:
         if bench.world.size > 1:
             raise
         return broke(error)

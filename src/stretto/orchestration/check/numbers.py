@@ -34,7 +34,7 @@ _NEGLIGIBLE = 1e-6
 
 def logits(bench: Bench) -> Outcome:
     """Log-probs of fixed samples, over all of the vocabulary's range; then with padded rows set to huge values."""
-    rollouts = scored_rollouts(bench.vocabulary, bench.longest)
+    rollouts = scored_rollouts(bench.tokens)
     expected = _expected(bench, rollouts)
     bound = BOUND if bench.exact else max(BOUND, NOISE_FACTOR * bench.noise)
     found = flat(bench.logprobs(rollouts))
@@ -126,7 +126,7 @@ def _difference_under(
 
 def gradients(bench: Bench) -> Outcome:
     """The gradient of one batch, parameter by parameter, in the checkpoint's coordinates."""
-    batch = training_batch(bench.vocabulary, bench.longest)
+    batch = training_batch(bench.tokens)
     values = bench.world.from_first(bench.reference.logprobs(batch.rollouts) if bench.reference else None)
     batch = Batch(with_logprobs(batch.rollouts, values), batch.advantages)
     mine = slice(bench.world.rank, None, bench.world.size)

@@ -42,8 +42,7 @@ def agreement(bench: Bench) -> Outcome:
 def _draw(bench: Bench) -> list[Rollout]:
     """This rank's samples."""
     assert bench.engine is not None
-    tokens = min(NEW_TOKENS, bench.longest - 8)
-    asked = requests(bench.vocabulary, bench.world.rank, TEMPERATURE, tokens)
+    asked = requests(bench.tokens, bench.world.rank, TEMPERATURE, NEW_TOKENS)
     return to_rollouts(asked, list(bench.engine.generate(asked, deadline_s=_DEADLINE_S)))
 
 
@@ -71,7 +70,7 @@ def after_a_step(bench: Bench) -> Outcome:
     """One optimizer step and one publication; then replicas, the engine's weights and its log-probs anew."""
     before = bench.copies()
     served = {name: one.clone() for name, one in bench.engine.weights().items()} if bench.engine else {}
-    batch = training_batch(bench.vocabulary, bench.longest)
+    batch = training_batch(bench.tokens)
     mine = slice(bench.world.rank, None, bench.world.size)
     begin_peak(bench.world)
     report: StepReport = bench.publish(lambda: bench.trainer.step(Batch(batch.rollouts[mine], batch.advantages[mine])))

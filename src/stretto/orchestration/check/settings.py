@@ -71,16 +71,22 @@ class CheckSettings:
         """Pipeline stages, virtual ones included: each has at least one layer."""
         return self.pp * self.vpp
 
-    def config(self) -> RunConfig:
-        """The run that the check takes its trainer and engine from. Its prompts and rewards are never looked at."""
+    def config(self, *, padded: bool) -> RunConfig:
+        """The run that the check takes its trainer and engine from. Its prompts and rewards are never looked at.
+
+        `padded` for models with layers that take no packed rows.
+        """
         trainer = {
             "backend": self.trainer,
             "dtype": self.dtype,
             "lr": LEARNING_RATE,
             "micro_batch_tokens": _MICRO_BATCH_TOKENS,
         }
+        if padded:
+            trainer["batching"] = "padded"
         if self.trainer == "megatron":
-            trainer |= {name: getattr(self, name) for name in _MEGATRON_ALONE} | {"names": self.names}
+            sizes = {name: getattr(self, name) for name in _MEGATRON_ALONE}
+            trainer |= {name: size for name, size in sizes.items() if size > 1} | {"names": self.names}
             trainer |= {"sequence_parallel": True} if self.sequence_parallel else {}
         model = {"path": self.model}
         if self.map_file is not None and self.names != "bridge":

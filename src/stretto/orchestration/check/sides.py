@@ -81,7 +81,7 @@ def _embedded(bench: Bench, tensors: int) -> Outcome:
             device=bench.world.device,
             dtype=bench.dtype,
             eos_ids=(),
-            max_length=bench.longest,
+            max_length=bench.tokens.longest,
             max_sequences=_MAX_SEQUENCES,
             map_file=bench.settings.map_file,
             replicas=bench.world.size,

@@ -2,5 +2,6 @@
 
 from stretto.sync.transports.alias import AliasTransport
 from stretto.sync.transports.planned import PlannedTransport
+from stretto.sync.transports.stream import StreamTransport
 
-__all__ = ["AliasTransport", "PlannedTransport"]
+__all__ = ["AliasTransport", "PlannedTransport", "StreamTransport"]

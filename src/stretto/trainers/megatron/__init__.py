@@ -13,6 +13,7 @@ from stretto.world import World
 
 if TYPE_CHECKING:
     from stretto.trainers.base import Trainer
+    from stretto.trainers.megatron.trainer import MegatronTrainer
 
 
 def require_megatron() -> None:
@@ -25,16 +26,26 @@ def require_megatron() -> None:
 def open_megatron(directory: Path, config: RunConfig, world: World) -> Iterator[Trainer]:
     """The Megatron trainer of a run; leaving the context takes Megatron's process groups down.
 
-    Raises ValueError when Megatron-Core is not installed, or the sizes fit neither the world nor the model.
+    Raises ValueError when Megatron-Core (or, for bridge names, Megatron-Bridge) is not installed, or the sizes fit
+    neither the world nor the model.
     """
     require_megatron()
     from stretto.trainers.megatron import cpu
 
     cpu.enable()
     from stretto.trainers.megatron import parallel
-    from stretto.trainers.megatron.trainer import MegatronTrainer
 
     try:
-        yield MegatronTrainer(directory, config, world)
+        yield _trainer_class(config)(directory, config, world)
     finally:
         parallel.stop()
+
+
+def _trainer_class(config: RunConfig) -> type[MegatronTrainer]:
+    if config.trainer.names == "bridge":
+        from stretto.trainers.megatron.bridge import BridgeTrainer
+
+        return BridgeTrainer
+    from stretto.trainers.megatron.trainer import MegatronTrainer
+
+    return MegatronTrainer

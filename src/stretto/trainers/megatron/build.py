@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,8 +51,6 @@ def build_model(
 
     Raises ValueError for what Megatron-Core cannot build.
     """
-    _check_engine(hf_config, sizes)
-    _mend_router()
     config = transformer_config(
         hf_config,
         sizes,
@@ -61,13 +60,36 @@ def build_model(
         recompute=recompute,
         initialize=initialize,
     )
-    frequencies = inverse_frequencies(hf_config)
-    chunks = [_chunk(hf_config, sizes, config, chunk).to(device) for chunk in range(sizes.vpp)]
+    chunks = build_chunks(hf_config, sizes, config, device)
     for model in chunks:
-        _set_frequencies(model, frequencies.to(device))
         if options.get(SCALE_EMBEDDINGS) and model.pre_process:
             _scale_embeddings(model, hf_config.hidden_size**0.5)
     return chunks
+
+
+def build_chunks(
+    hf_config: Any, sizes: MegatronSizes, config: TransformerConfig, device: torch.device
+) -> list[GPTModel]:
+    """As `build_model`, with a config that is there already; embeddings are not scaled."""
+    _check_engine(hf_config, sizes)
+    _mend_router()
+    frequencies = inverse_frequencies(hf_config)
+    with _same_draws():
+        chunks = [_chunk(hf_config, sizes, config, chunk).to(device) for chunk in range(sizes.vpp)]
+    for model in chunks:
+        _set_frequencies(model, frequencies.to(device))
+    return chunks
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Draw first weights alike on every rank, since replicas must be equal; the CPU's generator is left as it was."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
 
 
 def _check_engine(hf_config: Any, sizes: MegatronSizes) -> None:

@@ -47,8 +47,8 @@ class Stepper:
         for group in self.megatron.param_groups:
             # Megatron leaves this product to its schedule of the weight decay; vectors have the factor 0.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        for optimizer in self._parts():
-            _start_moments(optimizer.optimizer)
+        for optimizer in self.parts():
+            _start_moments(optimizer)
         self._clip_grad = config.clip_grad
         self.everywhere = False
         """Whether every replica gets all of the gradient, and not only the part that its optimizer reads."""
@@ -61,7 +61,7 @@ class Stepper:
         """Scale the gradient down to the largest norm allowed, unless it is not finite; returns the global norm."""
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
-        for optimizer in self._parts():
+        for optimizer in self.parts():
             if parameters := optimizer.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, self._clip_grad, norm)
         return norm
@@ -82,24 +82,37 @@ class Stepper:
         """Take the models' weights anew: after they were written by anything but a step."""
         self.megatron.reload_model_params()
 
+    def set_count(self, updates: int) -> None:
+        """Go on after so many steps: AdamW's bias correction counts them, by weight in torch, by group elsewhere."""
+        for optimizer in self.parts():
+            for slots in optimizer.optimizer.state.values():
+                if "step" in slots:
+                    slots["step"] = torch.tensor(float(updates))
+            if not isinstance(optimizer.optimizer, torch.optim.AdamW):
+                for group in optimizer.optimizer.param_groups:
+                    group["step"] = updates
+
     def move(self, device: torch.device) -> None:
         """Move what only a step needs to `device`: moments, and main weights that are not the model's own."""
-        for optimizer in self._parts():
+        for optimizer in self.parts():
             for tensor in _own_tensors(optimizer):
                 tensor.data = tensor.data.to(device)
 
-    def _parts(self) -> Iterator[Any]:
+    def parts(self) -> Iterator[Any]:
         """Megatron's optimizers one by one: experts have their own. Stubs, of a rank without weights, are left out."""
         parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
         yield from (optimizer for optimizer in parts if not optimizer.is_stub_optimizer)
 
 
-def _start_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Make torch's state of step 0 now: it would come with the first step, and a checkpoint before that would lack it."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+def _start_moments(optimizer: Any) -> None:
+    """Make the state of step 0, which a checkpoint before the first step would lack."""
+    inner = optimizer.optimizer
+    if not isinstance(inner, torch.optim.AdamW):
+        optimizer.init_state_fn(inner, optimizer.config)  # Transformer Engine's or Apex's (written, not run)
+        return
+    for parameter in (one for group in inner.param_groups for one in group["params"]):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 def _own_tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -50,27 +50,52 @@ def transformer_config(
 
     Raises ValueError for what Megatron-Core cannot compute as transformers does.
     """
-    _check(hf_config, sizes, sequence_parallel)
+    running = run_settings(
+        hf_config,
+        sizes,
+        dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        initialize=initialize,
+    )
     attention = _latent_attention(hf_config) if is_latent(hf_config) else _attention(hf_config)
     values = {
         **_shape(hf_config),
         **attention,
         **(_experts(hf_config, sizes, options) if expert_layers(hf_config) else {}),
-        **_parallel(hf_config, sizes, dtype, sequence_parallel),
-        **_PLAIN,
-        **(
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-            if recompute
-            else {}
-        ),
-        "perform_initialization": initialize,
-        "use_cpu_initialization": not torch.cuda.is_available(),
+        **running,
         **{name: value for name, value in options.items() if name != SCALE_EMBEDDINGS},
     }
     kind = MLATransformerConfig if is_latent(hf_config) else TransformerConfig
     if unknown := sorted(set(options) - {field.name for field in fields(kind)} - {SCALE_EMBEDDINGS}):
         raise ValueError(f"megatron: {', '.join(unknown)} in the family's options is no field of {kind.__name__}")
     return kind(**values)
+
+
+def run_settings(
+    hf_config: Any,
+    sizes: MegatronSizes,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    recompute: bool,
+    initialize: bool,
+) -> dict[str, Any]:
+    """The fields of the config that do not come from the architecture: sizes, dtypes, and no fusions or dropout.
+
+    The keywords are those of `transformer_config`. Raises ValueError for what Megatron-Core cannot compute as
+    transformers does.
+    """
+    _check(hf_config, sizes, sequence_parallel)
+    keeping = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {
+        **_parallel(hf_config, sizes, dtype, sequence_parallel),
+        **_PLAIN,
+        **(keeping if recompute else {}),
+        "deallocate_pipeline_outputs": False,
+        "perform_initialization": initialize,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+    }
 
 
 def is_latent(hf_config: Any) -> bool:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Optimizer state in the shapes of the weights, so that another number of ranks can read it."""
+from stretto.trainers.megatron.optimizer import Stepper
 
 
 class _InThisProcess(strategies.TorchDistSaveShardedStrategy):
@@ -29,9 +31,9 @@ class _InThisProcess(strategies.TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Write the sharded part; collective."""
-        by_key = strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)[
-            0
-        ]
+        by_key, *_ = strategies._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
         state_dict_saver.save(
             strategies.mcore_to_pyt_state_dict(by_key, False),
             storage_writer=FileSystemWriter(checkpoint_dir),
@@ -39,25 +41,28 @@ class _InThisProcess(strategies.TorchDistSaveShardedStrategy):
         )
 
 
-def save(directory: Path, models: Sequence[Any], optimizer: Any, counters: Mapping[str, int]) -> None:
+def save(directory: Path, models: Sequence[Any], stepper: Stepper, counters: Mapping[str, int]) -> None:
     """Write weights, optimizer, random generators and counters into an existing empty directory."""
-    states = _states(models, optimizer, loading=False)
+    states = _weights(models)
+    states["optimizer"] = _gathered(_held(stepper, states))
     states |= {"counters": dict(counters), "ranks": dist.get_world_size(), "random": _sharded(_generators())}
-    dist_checkpointing.save(states, str(directory), _InThisProcess(), content_metadata=dict(_METADATA))
+    dist_checkpointing.save(states, str(directory), _InThisProcess())
 
 
-def load(directory: Path, models: Sequence[Any], optimizer: Any) -> dict[str, int]:
+def load(directory: Path, models: Sequence[Any], stepper: Stepper) -> dict[str, int]:
     """Read what `save` wrote into the models and the optimizer; returns the counters.
 
     The random generators are restored if as many ranks load as saved: each has its own. Nothing in training draws from
     them. Raises ValueError when the checkpoint cannot be read.
     """
+    states = _weights(models)
+    held = _held(stepper, states)
+    states["optimizer"] = _expected(held)
     try:
         same_ranks = dist_checkpointing.load_common_state_dict(str(directory))["ranks"] == dist.get_world_size()
-        states = _states(models, optimizer, loading=True)
         if same_ranks:
             states["random"] = _sharded(_generators())
-        read = dist_checkpointing.load(states, str(directory))
+        read: Any = dist_checkpointing.load(states, str(directory))
     except Exception as error:
         raise ValueError(
             f"cannot read the checkpoint {directory}: {type(error).__name__}: {error}; "
@@ -65,40 +70,105 @@ def load(directory: Path, models: Sequence[Any], optimizer: Any) -> dict[str, in
         ) from error
     for name, model in _named(models):
         model.load_state_dict(read[name])
-    _load_optimizer(optimizer, read["optimizer"])
+    for index, one in enumerate(held):
+        for slot in one.slots:
+            one.fill(slot, read["optimizer"][f"{index}.{slot}"])
+    stepper.set_count(read["counters"]["updates"])
     if same_ranks:
         _restore(read["random"])
     return read["counters"]
 
 
-def _load_optimizer(optimizer: Any, read: dict[Any, Any]) -> None:
-    """Give Megatron's optimizers, of which experts have one of their own, what was read.
+class _Held(NamedTuple):
+    """What the optimizer has for a weight: float32 `slots` of this replica's `part` of it, None where that is empty.
 
-    Megatron's reader of this format takes torch's step counts for tensors like the moments, and would leave one count
-    shared by all weights: so they are put aside, and each weight gets its own.
+    `sharded` says where the weight lies in the model; the replicas of `group` hold the other parts.
     """
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    for place, part in enumerate(parts):
-        held = read if len(parts) == 1 else read[place]
-        moments = held.pop("param_state")
-        part.load_state_dict(held)
-        steps = {parameter: slots.pop("step") for parameter, slots in part.state.items() if "step" in slots}
-        part.load_parameter_state_from_fully_reshardable(moments)
-        for parameter, step in steps.items():
-            part.state[parameter]["step"] = step.clone()
+
+    weight: Tensor
+    sharded: Any
+    slots: Mapping[str, Tensor | None]
+    part: slice
+    group: Any
+
+    def at(self, slot: str, whole: Tensor) -> Any:
+        """The checkpoint's entry of a slot with these values, which have the shape of the weight."""
+        value = {"key": f"optimizer.{slot}.{self.sharded.key}", "data": whole.view(self.weight.shape)}
+        dtype = {} if isinstance(self.sharded, ShardedTensorFactory) else {"dtype": torch.float32}
+        return replace(self.sharded, **value, **dtype)
+
+    def gather(self, slot: str) -> Tensor:
+        """The slot of the whole weight, in host memory; collective over replicas."""
+        whole = torch.zeros(self.weight.numel(), dtype=torch.float32, device=self.weight.device)
+        own = self.slots[slot]
+        if own is not None:
+            whole[self.part] = own.detach()
+        dist.all_reduce(whole, group=self.group)
+        return whole.cpu()
+
+    def fill(self, slot: str, whole: Tensor) -> None:
+        """Take this replica's part of the whole slot."""
+        own = self.slots[slot]
+        if own is not None:
+            own.detach().copy_(whole.flatten()[self.part])
 
 
-def _states(models: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    states: dict[str, Any] = {
-        name: model.sharded_state_dict(metadata=dict(_METADATA)) for name, model in _named(models)
+def _held(stepper: Stepper, states: Mapping[str, Any]) -> list[_Held]:
+    """Of every weight of this rank, in an order that is the same on all replicas.
+
+    Megatron can write its optimizer in the shapes of the weights itself (`fully_reshardable`), but 0.16.1 miscounts the
+    padding between weights in its buffers, and cannot read back the step counts of torch's AdamW.
+    """
+    sharded = {id(one.data): one for one in nested_values(dict(states)) if getattr(one, "data", None) is not None}
+    found = []
+    for optimizer in stepper.parts():
+        own = _own_parts(optimizer)
+        for weight in (weight for buffer in optimizer.buffers for weight in buffer.param_index_map):
+            names = ("exp_avg", "exp_avg_sq") if weight.dtype == torch.float32 else ("exp_avg", "exp_avg_sq", "param")
+            has = optimizer._get_main_param_and_optimizer_states(weight) if weight in own else {}
+            slots = {name: has.get(name) for name in names}
+            part = own.get(weight, slice(0))
+            found.append(_Held(weight, sharded[id(weight)], slots, part, optimizer.data_parallel_group))
+    return found
+
+
+def _own_parts(optimizer: Any) -> dict[Tensor, slice]:
+    """The weights that this replica's optimizer steps, and which of their (flat) elements."""
+    return {
+        weight: slice(place["param"].start, place["param"].end)
+        for buffer in optimizer.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for weight, place in bucket["param_map"].items()
     }
-    states["optimizer"] = optimizer.sharded_state_dict(dict(states), is_loading=loading, metadata=dict(_METADATA))
-    return states
+
+
+def _gathered(held: Sequence[_Held]) -> dict[str, Any]:
+    """What this rank writes of the optimizer: of replicated weights, one rank writes for all."""
+    found = {}
+    for index, one in enumerate(held):
+        for slot in one.slots:
+            whole = one.gather(slot)
+            if is_main_replica(one.sharded.replica_id):
+                found[f"{index}.{slot}"] = one.at(slot, whole)
+    return found
+
+
+def _expected(held: Sequence[_Held]) -> dict[str, Any]:
+    """What this rank reads of the optimizer."""
+    return {
+        f"{index}.{slot}": one.at(slot, torch.zeros(one.weight.shape))
+        for index, one in enumerate(held)
+        for slot in one.slots
+    }
+
+
+def _weights(models: Sequence[Any]) -> dict[str, Any]:
+    return {name: model.sharded_state_dict() for name, model in _named(models)}
 
 
 def _named(models: Sequence[Any]) -> list[tuple[str, Any]]:
-    """The models under the names by which Megatron's optimizer finds them."""
-    return [("model" if len(models) == 1 else f"model{chunk}", model) for chunk, model in enumerate(models)]
+    return [(f"model{chunk}", model) for chunk, model in enumerate(models)]
 
 
 def _generators() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from stretto.models.checkpoint import load_config, stored_dtype
 from stretto.sync.binding import check_tensors
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.files import CheckpointFiles, load
-from stretto.sync.layout import Layout
+from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import checkpoint_layout, megatron_layout
 from stretto.sync.parallel import MegatronSizes
 from stretto.trainers.base import StepReport
@@ -46,17 +46,16 @@ class MegatronTrainer(SteppingTrainer):
     def __init__(self, directory: Path, config: RunConfig, world: World):
         _check(config)
         atoms = atoms_of(directory, config.model.map)
-        sizes = sizes_of(config, world.size)
-        self._dtype = compute_dtype(config.trainer, world)
-        self._layout = megatron_layout(atoms, dtype_name(self._dtype), sizes)
-        parallel.start(sizes, world, seed=config.seed)
-        groups = _groups(world.device)
-        super().__init__(config, groups.replicas)
-        self._directory, self._world, self._sizes, self._groups = directory, world, sizes, groups
+        self._directory, self._world, self._sizes = directory, world, sizes_of(config, world.size)
         self._hf_config: Any = load_config(directory)
+        self._dtype = compute_dtype(config.trainer, world)
+        self._layout = self._layout_of(atoms)
+        parallel.start(self._sizes, world, seed=config.seed)
+        self._groups = _groups(world.device)
+        super().__init__(config, self._groups.replicas)
         build = self._builder(atoms.weights.megatron or {}, config.trainer.sequence_parallel)
         self._models = build()
-        check_tensors(self._layout, world.rank, self.weights())
+        self._check_built()
         self._fill(self._models)
         self._chunks = optimizer.wrap(self._models)
         self._optimizer = optimizer.Stepper(self._chunks, config.trainer, self._dtype)
@@ -66,6 +65,13 @@ class MegatronTrainer(SteppingTrainer):
             reference = build()
             self._fill(reference)
             self._reference = self._passes_of(reference)
+
+    def _layout_of(self, atoms: Atoms) -> Layout:
+        """The trainer's layout; refuses what it cannot carry, before any group is made."""
+        return megatron_layout(atoms, dtype_name(self._dtype), self._sizes)
+
+    def _check_built(self) -> None:
+        check_tensors(self._layout, self._world.rank, self.weights())
 
     def _builder(self, options: Mapping[str, Any], sequence_parallel: bool) -> Any:
         def build() -> list[Any]:
@@ -211,11 +217,11 @@ class MegatronTrainer(SteppingTrainer):
 
     def save(self, directory: Path) -> None:
         """See the contract."""
-        state.save(directory, self._models, self._optimizer.megatron, self._counters())
+        state.save(directory, self._models, self._optimizer, self._counters())
 
     def load(self, directory: Path) -> None:
         """See the contract."""
-        self._set_counters(state.load(directory, self._models, self._optimizer.megatron))
+        self._set_counters(state.load(directory, self._models, self._optimizer))
 
     def export(self, directory: Path, dtype: torch.dtype) -> None:
         """See the contract."""
