@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 benchmarks/plan_exec.py [--extra-mib 512 64 ...] [--repeats 12] [--profile] [--tiny]
 
 The shapes of Qwen3-4B, random weights, bf16, in Megatron-Core's own model where it can be built. A plan brings them to
-rank 0 in checkpoint layout, to the embedded engine's memory on rank 0, and to one on each rank. Compared in the same run: NCCL's
-broadcast of the same bytes in one buffer, the same buckets with nothing packed, an all-gather of every parameter with its conversion,
-and Megatron-Bridge's export. Only bytes that cross the link count, in the busier direction. Every tensor is compared
-bit by bit after the last timed run, having been overwritten before it. On CPU (gloo) with `--tiny` it shows that it runs.
+rank 0 in checkpoint layout, to the embedded engine's memory on rank 0, and to one on each rank. Compared in the same
+run: NCCL's broadcast of the same bytes in one buffer, the same buckets with nothing packed, an all-gather of every
+parameter with its conversion, and Megatron-Bridge's export. Only bytes that cross the link count, in the busier
+direction. After the timed runs everything is overwritten, brought over once more and compared bit by bit. On CPU (gloo)
+with `--tiny` it shows that it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from plan_exec_model import DTYPE, Source, Tensors, check_equal, make_config, make_source, make_target, poison, random_model
+from plan_exec_model import (
+    DTYPE,
+    Source,
+    Tensors,
+    check_equal,
+    make_config,
+    make_source,
+    make_target,
+    poison,
+    random_model,
+)
 from plan_exec_peers import bridge_export, broadcast, buckets_alone, gather_and_convert
 from plan_exec_profile import profile_run, stages
 from record import write_result
@@ -32,6 +43,7 @@ from stretto.sync.program import Bucket
 from stretto.world import World, join_world, leave_world
 
 MIB = 2**20
+GATHER, BRIDGE = "all-gather each and convert", "Megatron-Bridge export_hf_weights"
 WARM_UP = 3
 LIMIT_S = 480
 """A run that takes longer shows where it stands and ends."""
@@ -48,7 +60,7 @@ class Bench:
     repeats: int
 
     def seconds(self, run: Callable[[], object]) -> dict[str, Any]:
-        """Wall-clock seconds of `run`, of the later rank each time; `host` is when the call returned, its work queued."""
+        """Wall-clock seconds of `run`, of the later rank each time; `host` until the call returned, its work queued."""
         rows = [self._one(run) for _ in range(WARM_UP + self.repeats)][WARM_UP:]
         ranks = self.world.gather(rows)
         wall, host = ([max(row[k] for row in run_rows) for run_rows in zip(*ranks, strict=True)] for k in (0, 1))
@@ -111,11 +123,15 @@ def measure_plan(bench: Bench, case: str, extra: int, profiled: bool) -> dict[st
     if profiled:
         stages(bench, plan, execution.program, target)
         profile_run(bench, execution)
-    return times | _sizes(world, plan, execution) | {
-        "case": case,
-        "extra_mib": extra // MIB,
-        "peak_extra_mib": [one / MIB for one in world.gather(taken)] if world.device.type == "cuda" else None,
-    }
+    return (
+        times
+        | _sizes(world, plan, execution)
+        | {
+            "case": case,
+            "extra_mib": extra // MIB,
+            "peak_extra_mib": [one / MIB for one in world.gather(taken)] if world.device.type == "cuda" else None,
+        }
+    )
 
 
 def _sizes(world: World, plan: Plan, execution: Execution) -> dict[str, Any]:
@@ -150,27 +166,33 @@ def _memory_peak(world: World) -> int:
     return torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
 
 
-def measure_peer(bench: Bench, name: str, run: Callable[[], Tensors], run_kept: Callable[[], Tensors]) -> dict[str, Any]:
+def measure_peer(
+    bench: Bench, name: str, run: Callable[[], Tensors], run_kept: Callable[[], Tensors]
+) -> dict[str, Any]:
     """Time one of the ways of others, and check what it makes. `run_kept` keeps it on every rank, to be checked."""
     times = bench.seconds(run)
     check_equal(run_kept(), bench.full, name)
     return times
 
 
-def measure_peers(bench: Bench) -> dict[str, Any]:
-    """The ways of others; one that cannot run here says why."""
-    first = bench.world.first
-    plain = [gather_and_convert(bench.source, bench.config, bench.world, keep) for keep in (first, True)]
-    found: dict[str, Any] = {"all-gather each and convert": measure_peer(bench, "all-gather", plain[0], plain[1])}
+def measure_gather(bench: Bench) -> dict[str, Any]:
+    """The field's usual way; rank 0 alone keeps the tensors when it is timed."""
+    keeps = (bench.world.first, True)
+    runs = [gather_and_convert(bench.source, bench.config, bench.world, keep) for keep in keeps]
+    return measure_peer(bench, "all-gather", *runs)
+
+
+def measure_bridge(bench: Bench) -> dict[str, Any]:
+    """Megatron-Bridge's export, or why it cannot run here."""
+    reason, runs = "", []
     try:
-        bridge = [bridge_export(bench.source, bench.config, keep) for keep in (first, True)]
-        reason = ""
+        keeps = (bench.world.first, True)
+        runs = [bridge_export(bench.source, bench.config, bench.full, keep) for keep in keeps]
+        runs[0]()
     except Exception as error:  # whatever an optional package fails with is the answer
         reason = f"{type(error).__name__}: {error}"
     reason = next((one for one in bench.world.gather(reason) if one), "")
-    name = "Megatron-Bridge export_hf_weights"
-    found[name] = {"not_available": reason} if reason else measure_peer(bench, name, bridge[0], bridge[1])
-    return found
+    return {"not_available": reason} if reason else measure_peer(bench, BRIDGE, *runs)
 
 
 def run(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
@@ -187,15 +209,11 @@ def run(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
         if one["case"] == "checkpoint":
             one["buckets_alone"] = bench.seconds(buckets_alone(one["bucket_bytes"], world))
     links.append(bench.seconds(broadcast(size, world)))
-    peers = measure_peers(bench)
+    peers = {GATHER: measure_gather(bench)}
     rate = size / min(one["seconds"] for one in links)
     for one in plans:
         one["bytes_per_s"] = one["link_bytes"] / one["seconds"]
         one["of_broadcast"] = one["bytes_per_s"] / rate
-    for one in peers.values():
-        if "seconds" in one:
-            one["bytes_per_s"] = size / one["seconds"]
-            one["of_broadcast"] = one["bytes_per_s"] / rate
     return {"broadcast": {"bytes": size, "bytes_per_s": rate, "runs": links}, "plans": plans, "peers": peers}
 
 
@@ -204,7 +222,8 @@ def table(result: dict[str, Any]) -> str:
     link = result["broadcast"]
     lines = [
         f"source: {result['source']}",
-        f"{'':<44} {'GB':>6} {'ms':>8} {'fastest':>8} {'slowest':>8} {'host':>7} {'GB/s':>7} {'of bcast':>8}  extra MiB seen",
+        f"{'':<44} {'GB':>6} {'ms':>8} {'fastest':>8} {'slowest':>8} {'host':>7} {'GB/s':>7} {'of bcast':>8}"
+        "  extra MiB seen, by rank",
     ]
     for place, one in zip(("first", "last"), link["runs"], strict=True):
         lines.append(_line(f"broadcast, one buffer ({place})", link["bytes"], one, link["bytes_per_s"]))
@@ -214,7 +233,9 @@ def table(result: dict[str, Any]) -> str:
         tail = "  " + " / ".join(f"{value:.0f}" for value in seen) if seen else ""
         lines.append(_line(title, one["link_bytes"], one, link["bytes_per_s"]) + tail)
         if "buckets_alone" in one:
-            lines.append(_line("  its buckets, nothing packed", one["link_bytes"], one["buckets_alone"], link["bytes_per_s"]))
+            lines.append(
+                _line("  its buckets, nothing packed", one["link_bytes"], one["buckets_alone"], link["bytes_per_s"])
+            )
     for name, one in result["peers"].items():
         if "seconds" in one:
             lines.append(_line(name, link["bytes"], one, link["bytes_per_s"]))
@@ -225,8 +246,9 @@ def table(result: dict[str, Any]) -> str:
 
 def _line(title: str, size: int, one: dict[str, Any], best: float) -> str:
     rate = size / one["seconds"]
-    columns = "".join(f" {one[key] * 1e3:>8.2f}" for key in ("seconds", "fastest", "slowest"))
-    return f"{title:<44} {size / 1e9:>6.3f}{columns} {one['host_seconds'] * 1e3:>7.2f} {rate / 1e9:>7.2f} {rate / best:>8.2f}"
+    times = "".join(f" {one[key] * 1e3:>8.2f}" for key in ("seconds", "fastest", "slowest"))
+    host = one["host_seconds"] * 1e3
+    return f"{title:<44} {size / 1e9:>6.3f}{times} {host:>7.2f} {rate / 1e9:>7.2f} {rate / best:>8.2f}"
 
 
 def parse() -> argparse.Namespace:
@@ -251,11 +273,18 @@ def main() -> None:
     full = random_model(config, world)
     bench = Bench(world, config, full, make_source(full, config, world, args.source), args.repeats)
     result = {"settings": vars(args), "source": bench.source.kind, "device": world.device.type, **run(bench, args)}
+    keep(result, world, args.tiny)
+    result["peers"][BRIDGE] = measure_bridge(bench)  # last: what it may break is kept
+    keep(result, world, args.tiny)
+    leave_world()
+
+
+def keep(result: dict[str, Any], world: World, tiny: bool) -> None:
+    """Print the table and write the result, on the first rank."""
     if world.first:
         print(table(result), flush=True)
-        if not args.tiny:
-            print(write_result("plan_exec", result))
-    leave_world()
+        if not tiny:
+            print(write_result("plan_exec", result), flush=True)
 
 
 if __name__ == "__main__":

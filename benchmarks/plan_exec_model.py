@@ -46,12 +46,12 @@ def make_config(tiny: bool) -> Any:
     """The Hugging Face config."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(**(TINY if tiny else QWEN3_4B))
+    return Qwen3Config(architectures=["Qwen3ForCausalLM"], **(TINY if tiny else QWEN3_4B))
 
 
 @dataclass(frozen=True)
 class Source:
-    """The trainer's side on this rank. `weights` gives the local tensors anew, as the trainer does at every publication."""
+    """The trainer's side on this rank. `weights` finds the local tensors anew, as the trainer does every time."""
 
     kind: str
     layout: Layout

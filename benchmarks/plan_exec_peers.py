@@ -1,9 +1,10 @@
-"""What benchmarks/plan_exec.py compares with: the link's own rates, and how others bring Megatron's weights together."""
+"""What benchmarks/plan_exec.py compares with: the rates of the link, and how others bring the weights together."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def buckets_alone(sizes: Sequence[int], world: World) -> Callable[[], None]:
 
 
 def gather_and_convert(source: Source, config: Any, world: World, keep: bool) -> Callable[[], Tensors]:
-    """Gather every parameter's shards on all ranks, put them together, rename and split: the full model by checkpoint names.
+    """The field's usual way: gather every parameter's shards on all ranks, then put together, split and rename.
 
     Without `keep` a rank drops each tensor once it is made.
     """
@@ -93,26 +94,23 @@ def _convert(name: str, shards: list[Tensor], config: Any) -> dict[str, Tensor]:
     return {f"{to}{theirs[inner]}.weight": torch.cat(shards, 1)}
 
 
-def bridge_export(source: Source, config: Any, keep: bool) -> Callable[[], Tensors]:
+def bridge_export(source: Source, config: Any, full: Tensors, keep: bool) -> Callable[[], Tensors]:
     """Megatron-Bridge's own export of the same model. Raises whatever keeps it from running here."""
     if not source.models:
         raise RuntimeError("there is no Megatron-Core model to export")
-    _import_bridge()
-    from megatron.bridge import AutoBridge  # type: ignore[reportMissingImports]
+    from stretto.trainers.megatron.bridge_import import import_bridge
 
-    config.architectures = ["Qwen3ForCausalLM"]
-    exporter = AutoBridge.from_hf_config(config)
+    exporter = import_bridge().from_hf_config(deepcopy(config))
+    # There are no files: all that the bridge asks of them is which tensors they have.
+    exporter.hf_pretrained.state = SimpleNamespace(source=SimpleNamespace(get_all_keys=lambda: sorted(full)))
     models = list(source.models)
 
+    @torch.no_grad()
     def run() -> Tensors:
         made: dict[str, Tensor] = {}
         for name, tensor in exporter.export_hf_weights(models, cpu=False, show_progress=False):
             if keep:
-                made[name] = tensor
+                made[name] = tensor.detach()
         return made
 
     return run
-
-
-def _import_bridge() -> None:
-    importlib.import_module("megatron.bridge")

@@ -75,22 +75,21 @@ def _describe(name: str, pairs: Pairs, seconds: Sequence[float]) -> str:
 
 
 def _wide(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Both ends with the widest elements that their innermost runs and addresses allow."""
+    """Both ends as integers of eight bytes where their innermost runs and addresses allow it."""
     keep = [axis for axis, size in enumerate(source.shape) if size != 1] or [source.ndim - 1]
     views = [
         torch.as_strided(t, [t.shape[a] for a in keep], [t.stride(a) for a in keep], t.storage_offset())
         for t in (target, source)
     ]
-    for dtype in (torch.complex128, torch.int64, torch.int32):
-        step = dtype.itemsize // source.element_size()
-        if step > 1 and all(_fits(view, step, dtype.itemsize) for view in views):
-            return views[0].view(dtype), views[1].view(dtype)
+    if target.dtype == source.dtype and all(map(_fits, views)):
+        return views[0].view(torch.int64), views[1].view(torch.int64)
     return target, source
 
 
-def _fits(view: Tensor, step: int, width: int) -> bool:
-    lengths = [view.shape[-1], view.storage_offset(), *view.stride()[:-1]]
-    return view.stride(-1) == 1 and not any(n % step for n in lengths) and view.data_ptr() % width == 0
+def _fits(view: Tensor) -> bool:
+    lengths = (view.shape[-1], view.storage_offset(), *view.stride()[:-1])
+    aligned = not any(length * view.element_size() % 8 for length in lengths) and view.data_ptr() % 8 == 0
+    return view.stride(-1) == 1 and aligned
 
 
 def profile_run(bench: Bench, execution: Execution) -> None:
@@ -102,9 +101,9 @@ def profile_run(bench: Bench, execution: Execution) -> None:
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as found:
         execution.run()
         bench.synchronize()
-    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    order = "self_device_time_total" if cuda else "self_cpu_time_total"
     shown = found.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=60)
-    on_device = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events() or ())
+    on_device = sum("CUDA" in str(event.device_type) for event in found.events() or ())
     buckets = [b for links in (execution.program.outgoing, execution.program.incoming) for b in links.values()]
     count = max(1, sum(map(len, buckets)))
     text = f"rank {bench.world.rank}: {on_device} operations on the device, {count} buckets\n{shown}"

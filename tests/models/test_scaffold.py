@@ -60,7 +60,7 @@ PARTIAL: dict[str, tuple[str, ...]] = {
     "GptOssConfig": ("self_attn.sinks", "mlp.experts.gate_up_proj_bias"),
     "FalconH1Config": ("mamba.in_proj.weight",),
     "BloomConfig": ("query_key_value.weight",),
-    "BlenderbotConfig": ("model.decoder.layers.{n}.encoder_attn.q_proj.weight",),
+    "BartConfig": ("model.decoder.layers.{n}.encoder_attn.q_proj.weight",),
     "DeepseekV2Config": ("kv_b_proj.weight",),
 }
 """Others, with tensors that must be named as not inferred."""

@@ -266,6 +266,18 @@ def test_shapes_are_those_of_the_data(tiny_model: Path, tmp_path: Path) -> None:
     assert "16 responses at a time, of 4 prompts" in text
 
 
+def test_the_samples_of_a_megatron_replica_are_put_together_and_its_memory_is_not_guessed(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    trainer = {"updates_per_batch": 1, "batching": "padded"}
+    two = dry_run(config_for(tmp_path, tiny_model, trainer=trainer | {"backend": "megatron", "tp": 2}))
+    assert "8 rows x 7 tokens" in two, "two of four groups, of four samples each"
+    assert "there is a forecast for the fsdp trainer alone" in two
+    assert "KV cache" not in two
+    assert "4 rows x 7 tokens" in dry_run(config_for(tmp_path, tiny_model, trainer=trainer))
+
+
 def test_data_that_would_fill_a_cache_is_not_read(tiny_model: Path, tmp_path: Path) -> None:
     text = dry_run(config_for(tmp_path, tiny_model, data={"source": "somebody/data", "max_prompt_tokens": 33}))
     assert "at most 33 tokens (data.max_prompt_tokens; the data was not read)" in text

@@ -30,7 +30,7 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Side:
-    """One end of a plan: a kind of layout, how it is cut, and its dtype. `sizes` is a number of ranks for fsdp and embedded."""
+    """One end of a plan: a kind of layout, how it is cut (for fsdp and embedded a number of ranks), and its dtype."""
 
     kind: str
     sizes: MegatronSizes | EngineSizes | int = 1
@@ -107,7 +107,11 @@ def held_by(row: Row, side: Side) -> list[tuple[Held, tuple[Piece, ...]]]:
     for column in side.columns:
         if column in row.held:
             held = row.held[column]
-            return [(held[0], row.pieces)] if len(held) == 1 else [(h, (p,)) for h, p in zip(held, row.pieces, strict=True)]
+            return (
+                [(held[0], row.pieces)]
+                if len(held) == 1
+                else [(h, (p,)) for h, p in zip(held, row.pieces, strict=True)]
+            )
     return []
 
 
@@ -150,7 +154,7 @@ def named(name: str, whole: Tensor, spread: str | None, held: Held) -> Iterator[
 def laid_out(
     held: Held, pieces: tuple[Piece, ...], parts: list[Tensor], ranges: Mapping[str, range], rows: int | None
 ) -> Tensor:
-    """The pieces one after another along the first axis, for each index of `per`; factors over tensors are the first axis."""
+    """The pieces one after another along the first axis, for each index of `per`; a factor over tensors is in front."""
     blocks = []
     for piece, value in zip(pieces, parts, strict=True):
         for place, factor in enumerate(piece.factors):

@@ -23,7 +23,7 @@ def _yes(draw: Draw) -> bool:
 
 @st.composite
 def weight_maps(draw: Draw) -> WeightMap:
-    """A family: what is fused, grouped, transposed, stacked, biased, centred at zero, kept in float32 or not cut at all."""
+    """A family: what is fused, grouped, transposed, stacked, biased, centred at zero, kept in float32 or never cut."""
     count = draw(st.integers(1, 4))
     tied = _yes(draw)
     kinds = [_layer(draw) for _ in range(draw(st.integers(1, 2)))]
@@ -137,7 +137,9 @@ def _components(draw: Draw) -> list[Row]:
     """Linear attention's projection: grouped by key head on disk, one component after another elsewhere."""
     pieces = (Piece("in[q]", "(a w) h"), Piece("in[v]", "(a x w) h"), Piece("in[b]", "a h"))
     return [
-        row(*pieces, checkpoint=Held("in", per="a"), memory=Held("in", per="a"), engine=Held("in"), megatron=Held("in")),
+        row(
+            *pieces, checkpoint=Held("in", per="a"), memory=Held("in", per="a"), engine=Held("in"), megatron=Held("in")
+        ),
         row(
             Piece("conv[q]", "(a w) 1 x"),
             Piece("conv[v]", "(a x w) 1 x"),

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
-from stretto.models.language import Piece, WeightMap, row
+from stretto.models.language import Piece, Row, WeightMap, row
 
 
-def identity_map(
-    family: str, tensors: Iterable[tuple[str, Tensor, bool]], dropped: Iterable[str] = ()
-) -> WeightMap:
-    """A map in which the files, memory and engines have the same tensors; Megatron-Core has none of them.
+class Whole(NamedTuple):
+    """A (meta) tensor with its names in memory and in files; a buffer is no parameter."""
 
-    `tensors` are names, (meta) tensors and whether each is a buffer; `dropped` are names that the files may have beside
-    them. Right for every model that transformers holds in memory as it is on disk.
+    name: str
+    in_files: str
+    tensor: Tensor
+    buffer: bool
+
+
+def identity_map(family: str, tensors: Iterable[Whole], dropped: Iterable[str] = ()) -> WeightMap:
+    """A map in which memory has the tensors of the files, and Megatron-Core none of them.
+
+    `dropped` are names that the files may have beside them. Right for every model whose tensors transformers loads as
+    they are on disk, under the same or another name.
     """
-    rows = tuple(
-        row(Piece(name, " ".join(map(str, tensor.shape)), buffer=is_buffer), cut=False)
-        for name, tensor, is_buffer in tensors
-    )
+    rows = tuple(_row(one) for one in tensors)
     return WeightMap(family=family, sizes={}, rows=rows, layer_count=1, dropped=tuple(dropped))
+
+
+def _row(one: Whole) -> Row:
+    piece = Piece(one.in_files, " ".join(map(str, one.tensor.shape)), buffer=one.buffer)
+    return row(piece, memory=one.name, cut=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.models.checkpoint import empty_model, load_config
-from stretto.models.identity import identity_map
+from stretto.models.identity import Whole, identity_map
 from stretto.models.language import WeightMap
 from stretto.models.registry import claims, load_map_file, weight_map
 
@@ -24,17 +24,19 @@ def map_of(directory: Path, map_file: str | None = None) -> WeightMap:
 
 
 def whole_tensors(directory: Path) -> WeightMap:
-    """The identity map of the checkpoint's model. Raises ValueError when transformers changes tensors as it loads them."""
+    """The identity map of the checkpoint's model. Raises ValueError where loading it cuts or joins tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
     model: Any = empty_model(directory)
     tied = sorted(getattr(model, "all_tied_weights_keys", None) or {})
     held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    in_files = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(held)).items()}
     kind = model.config.model_type
-    if changed := sorted(set(held) - set(revert_weight_conversion(model, dict(held)))):
+    if changed := [name for name, tensor in held.items() if id(tensor) not in in_files]:
         raise ValueError(
-            f"{kind} models need a weight map: transformers holds {changed[0]} (and {len(changed) - 1} more), which the "
-            "files have in another form; begin one with `stretto new-model` and name it in model.map"
+            f"{kind} models need a weight map: transformers holds {changed[0]} (and {len(changed) - 1} others) "
+            "otherwise than the files; begin a map with `stretto new-model` and name it in model.map"
         )
     parameters = {name for name, _ in model.named_parameters()}
-    return identity_map(kind, [(name, tensor, name not in parameters) for name, tensor in held.items()], tied)
+    tensors = [Whole(name, in_files[id(tensor)], tensor, name not in parameters) for name, tensor in held.items()]
+    return identity_map(kind, tensors, tied)

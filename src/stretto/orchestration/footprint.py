@@ -14,7 +14,7 @@ from stretto.config.run import RunConfig
 from stretto.data.batching import PACKED_ROW_TOKENS
 from stretto.engines.embedded.model import build_module, checkpoint_tensors
 from stretto.orchestration.live import engine_dtype
-from stretto.trainers.fsdp.build import compute_dtype
+from stretto.trainers.precision import compute_dtype
 from stretto.world import World
 
 # Python with torch and transformers imported: 350 MiB of resident memory on CPU, and about as much for a CUDA context.

@@ -51,12 +51,16 @@ def dry_run(config: RunConfig) -> str:
         config.rollout.max_new_tokens,
         config.engine.max_sequences,
     )
-    micro = passes(config, groups, sizes.longest_train)
+    # The processes of a replica put their samples together.
+    replicas = max(1, world.size // (config.trainer.tp * config.trainer.pp))
+    micro = passes(config, ceil(config.rollout.prompts_per_step / replicas), sizes.longest_train)
     lines = ["", *_shape_lines(config, world, sizes, training, micro), ""]
     if model is None:
         lines.append(
             f"Memory: not known, since {config.model.path} is not here yet; {_how_it_comes(config.model.path)}"
         )
+    elif config.trainer.backend == "megatron":
+        lines.append("Memory: not known, since there is a forecast for the fsdp trainer alone")
     else:
         largest = max(training, _evaluation(config, world, sizes), key=lambda one: one.tokens)
         lines += _memory_lines(footprint(model, config, world, largest, micro), world)

@@ -12,7 +12,7 @@ from stretto.world import local_part
 
 
 def tensor_differences(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> list[str]:
-    """One line for each way in which `tensors` are not those of `rank`: names (with the nearest candidate), shapes, dtypes."""
+    """One line for each way in which `tensors` are not those of `rank`: names (with the nearest), shapes, dtypes."""
     expected = layout.local(rank)
     lines = [
         *differences("the layout has", sorted(set(expected) - set(tensors)), tensors),

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.sync.freight import Freight, freight
 from stretto.sync.plan import Plan
-from stretto.sync.program import Bucket, Program, program
+from stretto.sync.program import Bucket, Move, Program, program
 from stretto.sync.views import Views, copy
 
 EXTRA_BYTES = 512 * 2**20
 """Default bound on the memory that a transfer takes beside both sides' tensors."""
-
-_SEAL_BYTES = 8
 
 Tensors = Mapping[int, Mapping[str, Tensor]]
 """The local tensors of some ranks, by rank and by the layout's names."""
@@ -28,9 +27,8 @@ class Execution:
     `source` and `target` give the tensors of this process's ranks (an empty mapping where it has none). All processes
     of the group make it and call `run` together; process numbers are ranks of `group`. Buckets lie on `device`, where
     it communicates: two on their way out and two on their way in, so that a bucket is a quarter of `extra_bytes`.
-    Behind each goes its seal, by which the receiver knows that it is whole and of this run. Copies of tensors that are
-    not contiguous come on top. Raises ValueError when the group is too small, and RuntimeError when its processes have
-    made different plans.
+    Copies of tensors that are not contiguous come on top. Raises ValueError when the group is too small, and
+    RuntimeError when its processes have made different plans.
     """
 
     def __init__(
@@ -46,14 +44,13 @@ class Execution:
     ):
         self._process, self._count, self._group, self._device = process, plan.process_count, group, device
         self._source, self._target = source, target
-        self._program = program(plan, process, extra_bytes // 4 - _SEAL_BYTES)
+        self._program = program(plan, process, extra_bytes // 4)
         self._from = Views("source", plan.source, [(m, m.source) for m in self._program.read()])
         self._into = Views("target", plan.target, [(m, m.target) for m in self._program.written()])
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._freight: dict[int, tuple[tuple[int, int], Freight]] = {}
         self._written: set[int] = set()
-        self._unsealed: list[tuple[Bucket, Tensor]] = []
-        self._runs = 0
+        self._waiting: list[Move] = []
         if plan.moved_bytes:
             _agree(plan, extra_bytes, group)
 
@@ -69,76 +66,72 @@ class Execution:
         Raises ValueError when a tensor is missing on either side or is not what its layout says, and RuntimeError when
         another process fails or is not heard of within the group's timeout.
         """
-        self._runs += 1
         self._written.clear()
-        self._unsealed.clear()
         self._from.bind(self._source())
         self._into.bind(self._target())
-        local = self._program.local
-        copy([self._into[m] for m in local], [self._from[m] for m in local], [m.shift for m in local])
-        self._written.update(map(id, local))
+        self._waiting = list(reversed(self._program.local))
+        rounds = sum(self._rounds(step) for step in range(1, self._count))
         for step in range(1, self._count):
-            self._exchange((self._process + step) % self._count, (self._process - step) % self._count)
+            self._exchange(step, len(self._program.local) // rounds + 1 if rounds else 0)
+        self._copy_local(len(self._waiting))
         self._into.write_back()
         return self._program.bytes
 
     def verify(self) -> None:
-        """Raise RuntimeError naming the first tensor that the last run did not write whole and as it was sent."""
+        """Raise RuntimeError naming the first tensor that the last run did not write whole."""
         for move in self._program.written():
             if id(move) not in self._written:
                 raise RuntimeError(f"{move.target.tensor} was not filled by this publication")
-        if self._unsealed:
-            wrong = torch.stack([left for _, left in self._unsealed]).nonzero().flatten().tolist()
-            if wrong:
-                tensors = list(dict.fromkeys(m.target.tensor for m in self._unsealed[wrong[0]][0].moves))
-                raise RuntimeError(
-                    f"{len(wrong)} of {len(self._unsealed)} buckets of this publication did not arrive as they were "
-                    f"sent; the first has {tensors[0]} and {len(tensors) - 1} other tensors"
-                )
 
-    def _exchange(self, to: int, back: int) -> None:
-        """Send the buckets for `to` and receive those of `back`: one link of each kind at a time bounds the memory."""
-        out, into = self._program.outgoing.get(to, ()), self._program.incoming.get(back, ())
+    def _copy_local(self, count: int) -> None:
+        """Make some of the moves inside this process: a few a bucket, so that they never hold up a transfer."""
+        moves = [self._waiting.pop() for _ in range(min(count, len(self._waiting)))]
+        copy([self._into[m] for m in moves], [self._from[m] for m in moves], [m.shift for m in moves])
+        self._written.update(map(id, moves))
+
+    def _links(self, step: int) -> tuple[Sequence[Bucket], Sequence[Bucket], int, int]:
+        """What goes to the process `step` places on, what comes from the one as far back, and who they are."""
+        to, back = (self._process + step) % self._count, (self._process - step) % self._count
+        return self._program.outgoing.get(to, ()), self._program.incoming.get(back, ()), to, back
+
+    def _rounds(self, step: int) -> int:
+        out, into, *_ = self._links(step)
+        return max(len(out), len(into))
+
+    def _exchange(self, step: int, local: int) -> None:
+        """Send to one process and receive from one: a link of each kind at a time bounds the memory."""
+        out, into, to, back = self._links(step)
         works = self._issue(0, out, into, to, back)
         for index in range(max(len(out), len(into))):
             # Packed and sent before the last one is unpacked, so that the link never waits for a copy.
             following = self._issue(index + 1, out, into, to, back)
+            self._copy_local(local)
             for work in works:
                 work.wait()
             works = following
             if index < len(into):
-                self._unpack(into[index], self._buffer("in", index, into))
+                self._load(index, into, self._into, outgoing=False).unpack()
+                self._written.update(map(id, into[index].moves))
 
     def _issue(self, index: int, out: Sequence[Bucket], into: Sequence[Bucket], to: int, back: int) -> list[Any]:
         """Pack bucket `index` and start its transfer, and that of the one that comes in."""
         operations = []
         if index < len(out):
-            buffer = self._buffer("out", index, out)
-            moves = out[index].moves
-            copy(self._slots(out[index], buffer), [self._from[m] for m in moves], [m.shift for m in moves])
-            words = _words(out[index], buffer)
-            words[-1] = words[:-1].sum() + self._runs
-            operations.append(dist.P2POp(dist.isend, _sealed(out[index], buffer), self._peer(to), self._group))
+            load = self._load(index, out, self._from, outgoing=True)
+            load.pack()
+            operations += [dist.P2POp(dist.isend, one, self._peer(to), self._group) for one in load.messages]
         if index < len(into):
-            buffer = self._buffer("in", index, into)
-            operations.append(dist.P2POp(dist.irecv, _sealed(into[index], buffer), self._peer(back), self._group))
+            load = self._load(index, into, self._into, outgoing=False)
+            operations += [dist.P2POp(dist.irecv, one, self._peer(back), self._group) for one in load.messages]
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def _unpack(self, bucket: Bucket, buffer: Tensor) -> None:
-        words = _words(bucket, buffer)
-        self._unsealed.append((bucket, words[:-1].sum() + self._runs - words[-1]))
-        copy([self._into[m] for m in bucket.moves], self._slots(bucket, buffer), [0.0] * len(bucket.moves))
-        self._written.update(map(id, bucket.moves))
-
-    def _slots(self, bucket: Bucket, buffer: Tensor) -> list[Tensor]:
-        """Each move's place in a flat buffer, seen as a tensor of its shape and dtype."""
-        known = self._packed.get(id(bucket))
-        if known is None or known[0] is not buffer:
-            slots = [
-                buffer[offset : offset + move.bytes].view(getattr(torch, move.dtype)).view(move.size)
-                for move, offset in zip(bucket.moves, bucket.offsets, strict=True)
-            ]
-            known = self._packed[id(bucket)] = (buffer, slots)
+    def _load(self, index: int, buckets: Sequence[Bucket], views: Views, *, outgoing: bool) -> Freight:
+        """The freight of a bucket, made once and made anew when a tensor or the buffer has moved."""
+        bucket, buffer = buckets[index], self._buffer("out" if outgoing else "in", index, buckets)
+        key = (views.generation, buffer.data_ptr())
+        known = self._freight.get(id(bucket))
+        if known is None or known[0] != key:
+            known = self._freight[id(bucket)] = (key, freight(bucket, buffer, views, outgoing=outgoing))
         return known[1]
 
     def _peer(self, process: int) -> int:
@@ -146,21 +139,11 @@ class Execution:
 
     def _buffer(self, way: str, index: int, buckets: Sequence[Bucket]) -> Tensor:
         """One of the two flat buffers of a direction, as large as the largest bucket so far."""
-        need = max(bucket.bytes for bucket in buckets) + _SEAL_BYTES
+        need = max(bucket.bytes for bucket in buckets)
         buffer = self._buffers.get((way, index % 2))
         if buffer is None or len(buffer) < need:
             buffer = self._buffers[way, index % 2] = torch.empty(need, dtype=torch.uint8, device=self._device)
         return buffer
-
-
-def _sealed(bucket: Bucket, buffer: Tensor) -> Tensor:
-    """What travels of a buffer: the bucket and its seal."""
-    return buffer[: bucket.bytes + _SEAL_BYTES]
-
-
-def _words(bucket: Bucket, buffer: Tensor) -> Tensor:
-    """The same as integers, of which the last is the seal: the sum of the others and the number of the run."""
-    return _sealed(bucket, buffer).view(torch.int64)
 
 
 def _agree(plan: Plan, extra_bytes: int, group: dist.ProcessGroup | None) -> None:

@@ -67,7 +67,7 @@ class CheckpointFiles:
         return tuple(self._slice(name).get_shape())
 
     def check_names(self, expected: Collection[str], dropped: Sequence[str]) -> None:
-        """Raise ValueError unless the files have the `expected` tensors and no others but those `dropped` by pattern."""
+        """Raise ValueError unless the files have the `expected` tensors, and others only of a `dropped` pattern."""
         surplus = [name for name in self.where if not any(fnmatchcase(name, pattern) for pattern in dropped)]
         lines = [
             *differences("the files lack", sorted(set(expected) - set(self.where)), surplus),
@@ -104,8 +104,8 @@ class CheckpointFiles:
 def load(files: CheckpointFiles, source: Layout, target: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
     """Fill the local `tensors` of one rank from files, one tensor of the checkpoint in memory at a time.
 
-    `source` is the checkpoint's layout. Raises ValueError when the plan or a file does not fit, and when the files have a
-    tensor that nothing reads and the map does not drop.
+    `source` is the checkpoint's layout. Raises ValueError when the plan or a file does not fit, or when nothing reads a
+    tensor of the files that the map does not drop.
     """
     files.check_names(source.local(0), source.atoms.weights.dropped)
     plan = Plan.of(source, target, [0] * target.ranks, [0])

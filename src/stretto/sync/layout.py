@@ -63,8 +63,9 @@ def at_layer(name: str, layer: int | None) -> str:
     return name if layer is None else name.replace("{layer}", str(layer))
 
 
-class LocalTensor(NamedTuple):
-    """A tensor as the ranks of one class hold it, or `count` of the same shape whose name has their number in braces."""
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor as the ranks of one class hold it, or `count` alike whose name has their number in braces."""
 
     name: str
     shape: tuple[int, ...]

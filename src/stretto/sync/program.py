@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from stretto.sync.plan import Plan
 
 _ALIGN = 16
 """Bytes: every piece in a bucket begins at a multiple, so that it can be seen as a tensor of any dtype."""
+
+_ALONE = 2**20
+"""Bytes from which a piece is a message of its own, so that a side which holds it contiguously need not copy it."""
 
 _WHOLE = 2**62
 """Bytes that no piece has."""
@@ -44,11 +48,20 @@ class Move:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces that travel together in one flat buffer of `bytes`, each at its offset."""
+    """Pieces that travel at the same time, and the offset of each in a flat buffer of `bytes`.
+
+    The first `together` bytes are one message; each piece behind them is one of its own.
+    """
 
     moves: tuple[Move, ...]
     offsets: tuple[int, ...]
     bytes: int
+    together: int
+
+    @property
+    def joined(self) -> int:
+        """How many pieces, the first ones, are in the common message."""
+        return sum(offset < self.together for offset in self.offsets)
 
 
 @dataclass(frozen=True)
@@ -106,18 +119,26 @@ def _bucketed(links: Mapping[int, Sequence[Move]], limit: int) -> dict[int, tupl
 
 def _pack(moves: Sequence[Move], limit: int) -> Iterator[Bucket]:
     taken: list[Move] = []
-    offsets: list[int] = []
     used = 0
     for move in moves:
-        room = -(-move.bytes // _ALIGN) * _ALIGN
-        if taken and used + room > limit:
-            yield Bucket(tuple(taken), tuple(offsets), used)
-            taken, offsets, used = [], [], 0
+        if taken and used + _room(move) > limit:
+            yield _bucket(taken)
+            taken, used = [], 0
         taken.append(move)
-        offsets.append(used)
-        used += room
+        used += _room(move)
     if taken:
-        yield Bucket(tuple(taken), tuple(offsets), used)
+        yield _bucket(taken)
+
+
+def _room(move: Move) -> int:
+    return -(-move.bytes // _ALIGN) * _ALIGN
+
+
+def _bucket(moves: Sequence[Move]) -> Bucket:
+    small = [move for move in moves if move.bytes < _ALONE]
+    ordered = (*small, *(move for move in moves if move.bytes >= _ALONE))
+    ends = list(accumulate(map(_room, ordered)))
+    return Bucket(ordered, (0, *ends[:-1]), ends[-1], sum(map(_room, small)))
 
 
 def _moves(plan: Plan, sends: Ints, limit: Ints) -> Iterator[tuple[int, Move]]:

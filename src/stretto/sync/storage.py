@@ -48,7 +48,7 @@ def store(
 
     `rows` is the length of the first axis where it is padded beyond what the pieces fill. Raises ValueError for a row
     that does not describe a tensor: pieces of unequal width, a `per` that a piece does not begin with, nothing to
-    transpose.
+    transpose, a vocabulary behind other factors.
     """
     ranges = ranges or {}
     spread = pieces[0].spread
@@ -64,7 +64,10 @@ def store(
     filled = groups * sum(widths)
     tail = _tail(pieces, length, held.name)
     axes = [rows if rows is not None else filled, *tail]
-    assert axes[0] >= filled, f"{held.name}: {filled} rows do not fit {axes[0]}"
+    if axes[0] < filled:
+        raise ValueError(
+            f"{held.name}: the vocabulary has {axes[0]} rows here and its pieces have {filled}; v leads an axis"
+        )
     if spread is not None and not apart:
         axes.insert(0, length[spread])
     main = len(axes) - len(tail) - 1

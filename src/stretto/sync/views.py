@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class Views:
         self._views: dict[int, Tensor] = {}
         self._bound: dict[tuple[int, str], int] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self.generation = 0
+        """Counts how often a view was made anew: what is kept of views is good while it stays."""
 
     def bind(self, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take the tensors of this run, by rank and name.
@@ -50,6 +53,7 @@ class Views:
             if self._bound.get((rank, name)) != flat.data_ptr():
                 self._views.update({move: view(flat, end, size) for move, end, size in ends})
                 self._bound[rank, name] = flat.data_ptr()
+                self.generation += 1
 
     def write_back(self) -> None:
         """Bring what was written into contiguous copies to the tensors themselves."""
@@ -69,7 +73,8 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor], shifts: Sequence[
     """Copy each source to its target. A cast, or a shift, is computed in float32 (or wider) and rounded once."""
     plain = [k for k, shift in enumerate(shifts) if not shift]
     if plain:
-        torch._foreach_copy_([targets[k] for k in plain], [sources[k] for k in plain])
+        many: Any = torch
+        many._foreach_copy_([targets[k] for k in plain], [sources[k] for k in plain])
     for target, source, shift in zip(targets, sources, shifts, strict=True):
         if shift:
             target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) + shift)

@@ -43,6 +43,8 @@ def plain(one: Case) -> list[Tensor]:
     logprobs = logprobs_NV.gather(-1, one.target_N[:, None])[:, 0]
     entropies = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     loss(logprobs, entropies).backward()
+    assert hidden.grad is not None
+    assert head.grad is not None
     return [logprobs.detach(), entropies.detach(), hidden.grad, head.grad]
 
 

@@ -56,7 +56,13 @@ def engine_layout(atoms: Atoms, dtype: str, sizes: EngineSizes) -> Layout:
             ]
             for layer in row.layers or (None,):
                 first = stored[0][0]
-                tensor = build.tensor(kind, at_layer(atoms.weights.engine_name(sizes.backend, held.name), layer), first, pieces, first.shape)
+                tensor = build.tensor(
+                    kind,
+                    at_layer(atoms.weights.engine_name(sizes.backend, held.name), layer),
+                    first,
+                    pieces,
+                    first.shape,
+                )
                 for cell, group in stored:
                     for piece, view in zip(pieces, cell.views, strict=True):
                         build.shard(tensor, at_layer(piece.name, layer), view, held, group)

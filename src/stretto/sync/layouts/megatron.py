@@ -16,8 +16,8 @@ _TENSOR_CUT = "vgnafs"
 def megatron_layout(atoms: Atoms, dtype: str, sizes: MegatronSizes) -> Layout:
     """The model weights of every rank, after any pending parameter all-gather; data parallel ranks are replicas.
 
-    With more than one model chunk a rank, names begin with the chunk: ``vp1.decoder.layers.0...``. Raises ValueError when the sizes do
-    not divide the model, or Megatron-Core has no such model.
+    With more than one model chunk a rank, names begin with the chunk: ``vp1.decoder.layers.0...``. Raises ValueError
+    when the sizes do not divide the model, or Megatron-Core has no such model.
     """
     return _Builder(atoms, dtype, sizes).run()
 

@@ -15,7 +15,8 @@ from stretto.types import Version
 class PlannedTransport:
     """Fills an engine's own tensors, whose addresses never change, from the trainer's local tensors on every rank.
 
-    It is `local` when every byte stays inside its process, and `collective` otherwise: packed buckets over torch.distributed.
+    It is `local` when every byte stays inside its process, and `collective` otherwise: packed buckets over
+    torch.distributed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The Megatron trainer with Megatron-Bridge's names: it fills the model and exports it, whole tensor by whole tensor."""
+"""The Megatron trainer with Megatron-Bridge's names, which fills the model and exports it tensor by tensor."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from stretto.trainers.precision import dtype_name
 _RAW = 'set trainer.names = "raw"'
 _MUST_BE: dict[str, Any] = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
 """What our local layers compute; a provider that wants another model is refused."""
+_ROTARY = ("rope_theta", "partial_rotary_factor")
 
 
 class BridgeTrainer(MegatronTrainer):
@@ -62,7 +63,7 @@ class BridgeTrainer(MegatronTrainer):
                 dtype=self._dtype,
                 sequence_parallel=sequence_parallel,
                 recompute=self._settings.activation_checkpointing,
-                initialize=False,
+                initialize=True,  # without, Megatron does not mark what is cut, and gets the gradient's norm wrong
             )
             for name, value in settings.items():
                 setattr(config, name, value)
@@ -148,6 +149,7 @@ def _provider(bridge: Any, model_type: str) -> Any:
     """The bridge's configuration of the model. Raises ValueError when it is not one that our layers compute."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
+    _spell_rotary(bridge.hf_pretrained.config)
     provider = bridge.to_megatron_provider(load_weights=False)
     if type(provider).provide is not GPTModelProvider.provide:
         raise ValueError(
@@ -163,6 +165,13 @@ def _provider(bridge: Any, model_type: str) -> Any:
                 "use trainer.backend fsdp"
             )
     return provider
+
+
+def _spell_rotary(config: Any) -> None:
+    """Give transformers' rotary parameters the names that some bridges read them by; our own tables are used."""
+    for name, value in (getattr(config, "rope_parameters", None) or {}).items():
+        if name in _ROTARY and not hasattr(config, name):
+            setattr(config, name, value)
 
 
 def _same_bits(found: Tensor, expected: Tensor) -> bool:

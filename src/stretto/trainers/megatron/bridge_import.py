@@ -1,13 +1,17 @@
-"""Importing Megatron-Bridge where Transformer Engine and Triton are missing. With both nothing is touched."""
+"""Importing Megatron-Bridge where Transformer Engine, Triton or CUDA is missing. With all three nothing is touched."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from stretto.models.scaffold.bridges import INSTALL, Bridges, installed_bridges
 
@@ -46,6 +50,7 @@ def require_bridge() -> Bridges:
     return found
 
 
+@cache
 def import_bridge() -> Any:
     """Megatron-Bridge's `AutoBridge`. Raises ValueError when it cannot be imported."""
     # First, as it is: what Megatron-Core finds out about its surroundings must not come from placeholders.
@@ -58,7 +63,24 @@ def import_bridge() -> Any:
         raise ValueError(
             f'Megatron-Bridge cannot be imported ({error}); install what it lacks, or set trainer.names = "raw"'
         ) from error
+    if not torch.cuda.is_available():
+        _mend_scatter()
     return AutoBridge
+
+
+def _mend_scatter() -> None:
+    """Have Megatron-Bridge scatter parts that lie together in memory.
+
+    Columns of a matrix do not. On the way to a GPU they are copied, and then do; gloo would send what lies behind them.
+    """
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+
+    scatter = MegatronParamMapping.scatter_to_tp_ranks
+
+    def scatter_whole(mapping: Any, splits: Sequence[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+        return scatter(mapping, splits and [one.contiguous() for one in splits], *args, **kwargs)
+
+    MegatronParamMapping.scatter_to_tp_ranks = scatter_whole  # type: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager

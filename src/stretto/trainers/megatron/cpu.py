@@ -60,6 +60,8 @@ def _devices() -> None:
     def cuda(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return tensor
 
+    # `with torch.device("meta")` knows torch's own factories, a set that it makes at its first use: before they go.
+    torch.utils._device._device_constructors()
     _replace(torch.cuda, current_device=current_device, set_device=_nothing(), synchronize=_nothing())
     _replace(torch.Tensor, cuda=cuda)
     for name in _FACTORIES:

@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from stretto.trainers.megatron.optimizer import Stepper
 
@@ -172,7 +173,8 @@ def _named(models: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _generators() -> dict[str, Any]:
-    return {"cpu": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+    tracker: Any = get_cuda_rng_tracker()
+    return {"cpu": torch.get_rng_state(), "megatron": tracker.get_states()}
 
 
 def _sharded(generators: dict[str, Any]) -> ShardedObject:
@@ -181,4 +183,5 @@ def _sharded(generators: dict[str, Any]) -> ShardedObject:
 
 def _restore(generators: dict[str, Any]) -> None:
     torch.set_rng_state(generators["cpu"])
-    get_cuda_rng_tracker().set_states(generators["megatron"])
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states(generators["megatron"])
