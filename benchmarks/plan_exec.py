@@ -281,6 +281,11 @@ def main() -> None:
 
 def keep(result: dict[str, Any], world: World, tiny: bool) -> None:
     """Print the table and write the result, on the first rank."""
+    link = result["broadcast"]
+    for one in result["peers"].values():
+        if "seconds" in one:
+            one["bytes_per_s"] = link["bytes"] / one["seconds"]
+            one["of_broadcast"] = one["bytes_per_s"] / link["bytes_per_s"]
     if world.first:
         print(table(result), flush=True)
         if not tiny:

@@ -43,6 +43,13 @@ _SIDES = """sides:
   embedded:replicas=                   the embedded engine
   sglang:tp=,ep=,replicas=             and vllm likewise
 Sizes that are left out are 1. Every side takes dtype=, for example fsdp:ranks=8,dtype=float32."""
+_TRAINER_SIZES = {
+    "tp": "tensor parallel size",
+    "pp": "pipeline stages",
+    "vpp": "model chunks a stage",
+    "ep": "expert parallel size",
+    "etp": "tensor parallel size of experts",
+}
 _ROLLOUT_SECTIONS = ("model", "data", "reward", "rollout", "engine")
 
 
@@ -98,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(verbs)
     _add_rollout(verbs)
     _add_plan(verbs)
+    _add_check(verbs)
     new_model = verbs.add_parser("new-model", help="begin the weight map of an architecture that has none")
     new_model.add_argument("model", metavar="MODEL", help=_CONFIGURED)
     new_model.add_argument("--out", metavar="FILE", type=Path, help="map file to write; MODEL_TYPE_map.py if left out")
@@ -301,6 +309,67 @@ def _new_model(args: argparse.Namespace) -> None:
     from stretto.orchestration.new_model import new_model
 
     print(new_model(args.model, args.out))
+
+
+def _add_check(verbs: Any) -> None:
+    check = verbs.add_parser(
+        "check",
+        help="say whether a model is integrated, and if not, which parameter is wrong",
+        epilog="A ladder: family, names and shapes, plan, round trip, logits, gradients, engine, one step and sync, "
+        "memory. It stops at the first broken rung, with exit code 1.",
+        allow_abbrev=False,
+    )
+    check.add_argument(
+        "model",
+        metavar="MODEL",
+        help="checkpoint directory, config.json, smollm2 or hub name; above 500 million "
+        "parameters, or without weights here, a few layers with random weights are checked",
+    )
+    check.add_argument("--trainer", choices=("fsdp", "megatron"), default="fsdp", help="who trains (fsdp)")
+    for size, what in _TRAINER_SIZES.items():
+        check.add_argument(f"--{size}", metavar="N", type=_positive, default=1, help=f"Megatron: {what}")
+    check.add_argument("--dp", metavar="N", type=_positive, default=0, help="data parallel ranks (as few as it takes)")
+    check.add_argument("--sp", action="store_true", help="Megatron: sequence parallel")
+    check.add_argument("--names", choices=("raw", "bridge"), default="raw", help="Megatron: whose names (raw)")
+    check.add_argument("--engine", choices=("embedded", "sglang", "vllm"), default="embedded", help="(embedded)")
+    check.add_argument("--engine-tp", metavar="N", type=_positive, default=1, help="tensor parallel size of the engine")
+    check.add_argument("--map", metavar="FILE", help="Python file with the map of a family that is not shipped")
+    check.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of compute (float32)")
+    check.add_argument("--layers", metavar="N", type=_positive, default=0, help="layers of the probe")
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.set_defaults(verb=_check)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError("a whole number of at least 1")
+    return int(text)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from stretto.orchestration.check import CheckSettings, check
+
+    report = check(
+        CheckSettings(
+            model=args.model,
+            trainer=args.trainer,
+            engine=args.engine,
+            **{name: getattr(args, name) for name in (*_TRAINER_SIZES, "dp")},
+            sequence_parallel=args.sp,
+            names=args.names,
+            engine_tp=args.engine_tp,
+            map_file=args.map,
+            dtype=args.dtype,
+            layers=args.layers,
+        )
+    )
+    if args.json:
+        print(report.to_json())
+    else:
+        from rich.console import Console
+
+        report.show(Console())
+    return 0 if report.passed else 1
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import lines, write_run
+from run_helpers import lines, metrics, start, write_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, Olmo2Config, OlmoeConfig
 
@@ -36,6 +36,29 @@ FAMILIES = {
 }
 
 
+MAP = """
+from stretto.models.language import Piece, WeightMap, layers, row
+from stretto.models.registry import family
+
+LAYER = {
+    "self_attn.q_proj.weight": "a h", "self_attn.k_proj.weight": "k h", "self_attn.v_proj.weight": "k h",
+    "self_attn.o_proj.weight": "h a", "self_attn.q_norm.weight": "a", "self_attn.k_norm.weight": "k",
+    "post_attention_layernorm.weight": "h", "post_feedforward_layernorm.weight": "h",
+    "mlp.gate_proj.weight": "f h", "mlp.up_proj.weight": "f h", "mlp.down_proj.weight": "h f",
+}
+
+@family("Olmo2Config")
+def olmo2(c):
+    head = c.hidden_size // c.num_attention_heads
+    sizes = {"v": c.vocab_size, "h": c.hidden_size, "f": c.intermediate_size, "a": c.hidden_size}
+    whole = [row(Piece(f"model.{n}.weight", axes)) for n, axes in (("embed_tokens", "v h"), ("norm", "h"))]
+    rows = [*whole, row(Piece("lm_head.weight", "v h"))]
+    rows += layers(c.num_hidden_layers, [row(Piece(name, axes)) for name, axes in LAYER.items()])
+    sizes["k"] = c.num_key_value_heads * head
+    return WeightMap(family="olmo2", sizes=sizes, rows=tuple(rows), layer_count=c.num_hidden_layers)
+"""
+
+
 def saved(config: Any, directory: Path, tiny_model: Path) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
@@ -44,18 +67,21 @@ def saved(config: Any, directory: Path, tiny_model: Path) -> Path:
 
 
 def run(directory: Path, model: Path, **engine: Any) -> Path:
-    run_file = write_run(
+    return stretto.train(load_config(one_step(directory, model, engine=engine))).run_dir
+
+
+def one_step(directory: Path, model: Path, /, **sections: Any) -> Path:
+    return write_run(
         directory,
         model,
         steps=1,
-        engine=engine,
         rollout={"prompts_per_step": 4, "samples_per_prompt": 2},
         trainer={"lr": 1e-2, "updates_per_batch": 1, "warmup_steps": 0},
         eval=None,
         data={"heldout": 0},
         checkpoint={"every": 0},
+        **sections,
     )
-    return stretto.train(load_config(run_file)).run_dir
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,3 +126,22 @@ def test_a_family_that_transformers_changes_as_it_loads_is_sent_to_a_map(tiny_mo
     with pytest.raises(ValueError, match="olmoe models need a weight map"):
         run(tmp_path, model)
     assert not (tmp_path / "run").exists(), "it is said before a run directory is made"
+
+
+def test_a_map_of_ones_own_is_read_from_beside_the_run_file(tiny_model: Path, tmp_path: Path) -> None:
+    """In processes of their own: a family that was declared stays so."""
+    model = saved(FAMILIES["olmo2"](), tmp_path / "model", tiny_model)
+    run_file = one_step(tmp_path, model, model={"map": "olmo2.py"})
+    lacking = MAP.replace('"self_attn.q_norm.weight": "a", ', "")
+    for text, code in ((lacking, 2), (MAP, 0)):
+        (tmp_path / "olmo2.py").write_text(text)
+        with start("train", run_file) as process:
+            said, _ = process.communicate(timeout=240)
+        assert process.returncode == code, said
+        if code:
+            assert "the weight map does not describe fsdp(ranks=1)" in said
+            assert (
+                "the layout does not have model.layers.0.self_attn.q_norm.weight (nearest there: model.layers" in said
+            )
+    mapped = metrics(tmp_path / "run")
+    assert mapped == metrics(run(tmp_path / "without", model)), "the same weights by another way"

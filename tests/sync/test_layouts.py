@@ -312,7 +312,9 @@ JOURNEYS = (
     ("megatron", Side("checkpoint"), Side("megatron", MegatronSizes(tp=2, pp=2, ep=2))),
     ("te", Side("megatron", MegatronSizes(tp=2, ep=2, te=True)), Side("checkpoint")),
     ("engine", Side("checkpoint"), Side("sglang", EngineSizes("sglang", 2))),
+    ("grouped", Side("megatron", MegatronSizes(pp=2, dp=2, ep=2, te=True, grouped_experts=True)), Side("embedded")),
     ("memory", Side("fsdp", 2), Side("checkpoint")),
+    ("checkpoint", Side("checkpoint"), Side("embedded", 2)),
 )
 
 

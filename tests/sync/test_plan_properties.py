@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,11 +13,13 @@ from map_oracle import Side, Values, added, local_tensors, random_values
 from random_maps import journeys, sides, weight_maps
 from torch import Tensor
 
-from stretto.models.language import WeightMap
+from stretto.models.language import Piece, Row, WeightMap
+from stretto.sync import program as program_module
 from stretto.sync.execute import Execution
+from stretto.sync.freight import freight
 from stretto.sync.layout import Atoms, Layout
 from stretto.sync.plan import Plan
-from stretto.sync.program import program
+from stretto.sync.program import Bucket, program
 from stretto.sync.views import Views, copy
 
 Locals = dict[int, dict[str, Tensor]]
@@ -58,7 +61,7 @@ def arriving(weights: WeightMap, source: Side, target: Side, inside: Values) -> 
     return {name: value + (end.get(name, 0.0) - begin.get(name, 0.0)) for name, value in inside.items()}
 
 
-def _named(row):
+def _named(row: Row) -> Iterator[tuple[str, Piece]]:
     for layer in row.layers or (None,):
         for piece in row.pieces:
             yield piece.name.replace("{layer}", str(layer)), piece
@@ -88,37 +91,33 @@ def in_one_process(source: Layout, target: Layout, tensors: Locals) -> Locals:
 
 
 def in_buckets(plan: Plan, tensors: Locals, filled: Locals, bucket_bytes: int) -> None:
-    """Every process in turn does its part of the plan, with flat buffers that go from hand to hand."""
-    programs = [program(plan, process, bucket_bytes) for process in range(plan.process_count)]
-    for process, one in enumerate(programs):
+    """Every process does its part of the plan, and messages go from hand to hand."""
+    parts = [program(plan, process, bucket_bytes) for process in range(plan.process_count)]
+    begin = [Views("source", plan.source, [(m, m.source) for m in one.read()]) for one in parts]
+    end = [Views("target", plan.target, [(m, m.target) for m in one.written()]) for one in parts]
+    for process, one in enumerate(parts):
+        begin[process].bind(tensors)
+        end[process].bind(filled)
+        copy([end[process][m] for m in one.local], [begin[process][m] for m in one.local], [m.shift for m in one.local])
+    for process, one in enumerate(parts):
         for other, buckets in one.outgoing.items():
-            assert programs[other].incoming[process] == buckets, "both ends mean the same buckets"
-            assert all(bucket.bytes <= bucket_bytes for bucket in buckets)
-        into = Views("target", plan.target, [(m, m.target) for m in one.written()])
-        into.bind(filled)
-        for moves, source in _handed(one, programs, process, plan, tensors):
-            copy([into[m] for m in moves], source, [0.0] * len(moves))
-        into.write_back()
+            assert parts[other].incoming[process] == buckets, "both ends mean the same buckets"
+            for out, into in zip(buckets, parts[other].incoming[process], strict=True):
+                assert out.bytes <= bucket_bytes
+                handed_over(out, begin[process], into, end[other])
+    for views in end:
+        views.write_back()
 
 
-def _handed(one, programs, process, plan, tensors):
-    """What comes to a process: its own moves, and those of every bucket that another one packs for it."""
-    mine = Views("source", plan.source, [(m, m.source) for m in one.local])
-    mine.bind(tensors)
-    packed = [torch.empty(m.size, dtype=getattr(torch, m.dtype)) for m in one.local]
-    copy(packed, [mine[m] for m in one.local], [m.shift for m in one.local])
-    yield one.local, packed
-    for other, expected in one.incoming.items():
-        for bucket, mine_too in zip(programs[other].outgoing[process], expected, strict=True):
-            theirs = Views("source", plan.source, [(m, m.source) for m in bucket.moves])
-            theirs.bind(tensors)
-            buffer = torch.empty(bucket.bytes, dtype=torch.uint8)
-            slots = [
-                buffer[offset : offset + m.bytes].view(getattr(torch, m.dtype)).view(m.size)
-                for m, offset in zip(bucket.moves, bucket.offsets, strict=True)
-            ]
-            copy(slots, [theirs[m] for m in bucket.moves], [m.shift for m in bucket.moves])
-            yield mine_too.moves, slots
+def handed_over(out: Bucket, begin: Views, into: Bucket, end: Views) -> None:
+    """One bucket from its sender's tensors to its receiver's."""
+    buffers = torch.zeros(2, out.bytes, dtype=torch.uint8)
+    leaving = freight(out, buffers[0], begin, outgoing=True)
+    coming = freight(into, buffers[1], end, outgoing=False)
+    leaving.pack()
+    for sent, received in zip(leaving.messages, coming.messages, strict=True):
+        received.copy_(sent)
+    coming.unpack()
 
 
 @few
@@ -147,9 +146,14 @@ def test_a_plan_fills_every_element_with_the_right_number(journey: tuple[WeightM
 
 
 @few
-@given(journeys(), st.sampled_from(["apart", "colocated", "mixed"]), st.sampled_from([16, 64, 4096]))
+@given(
+    journeys(),
+    st.sampled_from(["apart", "colocated", "mixed"]),
+    st.sampled_from([16, 64, 4096]),
+    st.sampled_from([8, 48, program_module._ALONE]),
+)
 def test_so_it_does_over_many_processes_in_buckets(
-    journey: tuple[WeightMap, Side, Side], where: str, bucket_bytes: int
+    journey: tuple[WeightMap, Side, Side], where: str, bucket_bytes: int, alone: int
 ) -> None:
     weights, begin, end = journey
     atoms = Atoms.of(weights)
@@ -162,7 +166,8 @@ def test_so_it_does_over_many_processes_in_buckets(
     plan = Plan.of(source, target, at)
     inside, _ = stored(weights, begin, random_values(weights))
     filled = blank(target)
-    in_buckets(plan, held(weights, begin, source.ranks, inside), filled, bucket_bytes)
+    with mock.patch.object(program_module, "_ALONE", alone):
+        in_buckets(plan, held(weights, begin, source.ranks, inside), filled, bucket_bytes)
     expected = held(weights, end, target.ranks, arriving(weights, begin, end, inside))
     assert {rank: same(filled[rank], expected[rank]) for rank in filled} == {rank: [] for rank in filled}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from stretto.sync.freight import Freight, freight
 from stretto.sync.plan import Plan
 from stretto.sync.program import Bucket, Move, Program, program
-from stretto.sync.views import Views, copy
+from stretto.sync.views import Copies, Views
 
 EXTRA_BYTES = 512 * 2**20
 """Default bound on the memory that a transfer takes beside both sides' tensors."""
@@ -50,7 +51,8 @@ class Execution:
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._freight: dict[int, tuple[tuple[int, int], Freight]] = {}
         self._written: set[int] = set()
-        self._waiting: list[Move] = []
+        self._local: tuple[tuple[int, int], list[Copies]] | None = None
+        self._waiting: list[Copies] = []
         if plan.moved_bytes:
             _agree(plan, extra_bytes, group)
 
@@ -69,11 +71,11 @@ class Execution:
         self._written.clear()
         self._from.bind(self._source())
         self._into.bind(self._target())
-        self._waiting = list(reversed(self._program.local))
-        rounds = sum(self._rounds(step) for step in range(1, self._count))
+        self._waiting = list(reversed(self._local_copies()))
         for step in range(1, self._count):
-            self._exchange(step, len(self._program.local) // rounds + 1 if rounds else 0)
-        self._copy_local(len(self._waiting))
+            self._exchange(step)
+        while self._waiting:
+            self._copy_local()
         self._into.write_back()
         return self._program.bytes
 
@@ -83,11 +85,26 @@ class Execution:
             if id(move) not in self._written:
                 raise RuntimeError(f"{move.target.tensor} was not filled by this publication")
 
-    def _copy_local(self, count: int) -> None:
-        """Make some of the moves inside this process: a few a bucket, so that they never hold up a transfer."""
-        moves = [self._waiting.pop() for _ in range(min(count, len(self._waiting)))]
-        copy([self._into[m] for m in moves], [self._from[m] for m in moves], [m.shift for m in moves])
-        self._written.update(map(id, moves))
+    def _local_copies(self) -> list[Copies]:
+        """The moves inside this process in parts of equal bytes, one a bucket: they never hold up a transfer."""
+        key = (self._from.generation, self._into.generation)
+        if self._local is None or self._local[0] != key:
+            rounds = max(1, sum(self._rounds(step) for step in range(1, self._count)))
+            total = sum(move.bytes for move in self._program.local)
+            parts: list[list[Move]] = [[] for _ in range(rounds)]
+            for move, end in zip(self._program.local, accumulate(m.bytes for m in self._program.local), strict=True):
+                parts[min(rounds - 1, end * rounds // max(1, total))].append(move)
+            self._local = key, [self._copies(part) for part in parts if part]
+        return self._local[1]
+
+    def _copies(self, moves: Sequence[Move]) -> Copies:
+        return Copies([self._into[m] for m in moves], [self._from[m] for m in moves], [m.shift for m in moves])
+
+    def _copy_local(self) -> None:
+        if self._waiting:
+            self._waiting.pop().run()
+        if not self._waiting:
+            self._written.update(map(id, self._program.local))
 
     def _links(self, step: int) -> tuple[Sequence[Bucket], Sequence[Bucket], int, int]:
         """What goes to the process `step` places on, what comes from the one as far back, and who they are."""
@@ -98,19 +115,19 @@ class Execution:
         out, into, *_ = self._links(step)
         return max(len(out), len(into))
 
-    def _exchange(self, step: int, local: int) -> None:
+    def _exchange(self, step: int) -> None:
         """Send to one process and receive from one: a link of each kind at a time bounds the memory."""
         out, into, to, back = self._links(step)
         works = self._issue(0, out, into, to, back)
         for index in range(max(len(out), len(into))):
             # Packed and sent before the last one is unpacked, so that the link never waits for a copy.
             following = self._issue(index + 1, out, into, to, back)
-            self._copy_local(local)
+            self._copy_local()
             for work in works:
                 work.wait()
             works = following
             if index < len(into):
-                self._load(index, into, self._into, outgoing=False).unpack()
+                self._load(index, into, self._into, outgoing=False).copies.run()
                 self._written.update(map(id, into[index].moves))
 
     def _issue(self, index: int, out: Sequence[Bucket], into: Sequence[Bucket], to: int, back: int) -> list[Any]:
@@ -118,7 +135,7 @@ class Execution:
         operations = []
         if index < len(out):
             load = self._load(index, out, self._from, outgoing=True)
-            load.pack()
+            load.copies.run()
             operations += [dist.P2POp(dist.isend, one, self._peer(to), self._group) for one in load.messages]
         if index < len(into):
             load = self._load(index, into, self._into, outgoing=False)

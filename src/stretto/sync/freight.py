@@ -9,25 +9,18 @@ import torch
 from torch import Tensor
 
 from stretto.sync.program import Bucket, Move
-from stretto.sync.views import Views, copy
+from stretto.sync.views import Copies, Views
 
 
 @dataclass(frozen=True)
 class Freight:
-    """`messages` are flat bytes, in the order that both sides know; the other lists go together, one entry a copy."""
+    """`messages` are flat bytes, in the order that both sides know.
+
+    `copies` bring into the buffer what does not travel straight from its tensor, or out of it what did not arrive so.
+    """
 
     messages: list[Tensor]
-    slots: list[Tensor]
-    views: list[Tensor]
-    shifts: list[float]
-
-    def pack(self) -> None:
-        """Copy into the buffer what does not travel straight from its tensor."""
-        copy(self.slots, self.views, self.shifts)
-
-    def unpack(self) -> None:
-        """Copy out of the buffer what did not arrive straight in its tensor."""
-        copy(self.views, self.slots, [0.0] * len(self.slots))
+    copies: Copies
 
 
 def freight(bucket: Bucket, buffer: Tensor, views: Views, *, outgoing: bool) -> Freight:
@@ -44,7 +37,9 @@ def freight(bucket: Bucket, buffer: Tensor, views: Views, *, outgoing: bool) -> 
             slots.append(slot)
             copied.append(own)
             shifts.append(move.shift)
-    return Freight(messages, slots, copied, shifts)
+    if outgoing:
+        return Freight(messages, Copies(slots, copied, shifts))
+    return Freight(messages, Copies(copied, slots, [0.0] * len(slots)))
 
 
 def _travels(own: Tensor, move: Move, buffer: Tensor, outgoing: bool) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -16,8 +17,11 @@ from stretto.sync.plan import Plan
 _ALIGN = 16
 """Bytes: every piece in a bucket begins at a multiple, so that it can be seen as a tensor of any dtype."""
 
-_ALONE = 2**20
-"""Bytes from which a piece is a message of its own, so that a side which holds it contiguously need not copy it."""
+_ALONE = 8 * 2**20
+"""Bytes from which a piece is a message of its own, so that a side which holds it contiguously need not copy it.
+
+Starting a message costs the host as much as copying a few MiB costs an H200.
+"""
 
 _WHOLE = 2**62
 """Bytes that no piece has."""
@@ -167,11 +171,28 @@ def _moves(plan: Plan, sends: Ints, limit: Ints) -> Iterator[tuple[int, Move]]:
     dtypes = [tensor.dtype for tensor in plan.target.tensors]
     for k, (from_end, to_end) in enumerate(zip(*ends, strict=True)):
         dtype = dtypes[plan.target.shards.tensor[target_shard[row[k]]]]
-        sizes = tuple(size[k].tolist())
-        yield (
-            int(sends[row[k]]),
-            Move(from_end, to_end, sizes, dtype, float(shift[k]), int(np.prod(size[k])) * ITEM_BYTES[dtype]),
-        )
+        yield int(sends[row[k]]), _merged(from_end, to_end, size[k].tolist(), dtype, float(shift[k]))
+
+
+def _merged(source: End, target: End, size: Sequence[int], dtype: str, shift: float) -> Move:
+    """A move with as few axes as it can have: what lies one after another on both sides is one axis."""
+    axes: list[tuple[int, int, int]] = []
+    for count, ours, theirs in zip(size, source.stride, target.stride, strict=True):
+        if count == 1:
+            continue
+        if axes and axes[-1][1:] == (ours * count, theirs * count):
+            axes[-1] = (axes[-1][0] * count, ours, theirs)
+        else:
+            axes.append((count, ours, theirs))
+    sizes, ours, theirs = zip(*axes, strict=True) if axes else ((), (), ())
+    return Move(
+        replace(source, stride=ours),
+        replace(target, stride=theirs),
+        sizes,
+        dtype,
+        shift,
+        math.prod(sizes) * ITEM_BYTES[dtype],
+    )
 
 
 def _ends(layout: Layout, rank: Ints, shard: Ints, start: Ints) -> Iterator[End]:

@@ -28,6 +28,8 @@ class Views:
         self._specs = {rank: layout.local(rank) for rank in {rank for rank, _ in self._ends}}
         self._views: dict[int, Tensor] = {}
         self._bound: dict[tuple[int, str], int] = {}
+        self._seen: dict[tuple[int, str], tuple[Tensor, int]] = {}
+        """The contiguous tensors of the last run and where they were."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         self.generation = 0
         """Counts how often a view was made anew: what is kept of views is good while it stays."""
@@ -38,22 +40,36 @@ class Views:
         Raises ValueError when one is missing, or has not the shape and the dtype that the layout says.
         """
         self._copies.clear()
-        for (rank, name), ends in self._ends.items():
+        for key in self._ends:
+            rank, name = key
             if name not in tensors.get(rank, ()):
                 raise ValueError(f"{self._side} has no tensor {name} at rank {rank}")
-            given = local_part(tensors[rank][name].detach())
-            flat = given.contiguous()
-            if flat is not given and flat.data_ptr() != given.data_ptr():
-                self._copies.append((given, flat))
-            real = tuple(given.shape), str(given.dtype).removeprefix("torch.")
-            if real != (said := self._specs[rank][name]):
-                raise ValueError(
-                    f"{self._side}: {name} is {list(real[0])} {real[1]} and its layout says {list(said[0])} {said[1]}"
-                )
-            if self._bound.get((rank, name)) != flat.data_ptr():
-                self._views.update({move: view(flat, end, size) for move, end, size in ends})
-                self._bound[rank, name] = flat.data_ptr()
-                self.generation += 1
+            tensor = tensors[rank][name]
+            # The usual case has to be quick: every tensor of the model passes here at every step.
+            seen = self._seen.get(key)
+            if seen is None or seen[0] is not tensor or seen[1] != tensor.data_ptr():
+                self._bind(key, tensor)
+
+    def _bind(self, key: tuple[int, str], tensor: Tensor) -> None:
+        given = local_part(tensor.detach())
+        self._check(key, given)
+        flat = given.contiguous()
+        if flat.data_ptr() != given.data_ptr():
+            self._copies.append((given, flat))
+        elif given.data_ptr() == tensor.data_ptr():
+            self._seen[key] = (tensor, tensor.data_ptr())
+        if self._bound.get(key) != flat.data_ptr():
+            self._views.update({move: view(flat, end, size) for move, end, size in self._ends[key]})
+            self._bound[key] = flat.data_ptr()
+            self.generation += 1
+
+    def _check(self, key: tuple[int, str], given: Tensor) -> None:
+        rank, name = key
+        real, said = (tuple(given.shape), str(given.dtype).removeprefix("torch.")), self._specs[rank][name]
+        if real != said:
+            raise ValueError(
+                f"{self._side}: {name} is {list(real[0])} {real[1]} and its layout says {list(said[0])} {said[1]}"
+            )
 
     def write_back(self) -> None:
         """Bring what was written into contiguous copies to the tensors themselves."""
@@ -69,12 +85,35 @@ def view(flat: Tensor, end: End, size: Sequence[int]) -> Tensor:
     return torch.as_strided(flat, size, end.stride, flat.storage_offset() + end.offset)
 
 
-def copy(targets: Sequence[Tensor], sources: Sequence[Tensor], shifts: Sequence[float]) -> None:
-    """Copy each source to its target. A cast, or a shift, is computed in float32 (or wider) and rounded once."""
-    plain = [k for k, shift in enumerate(shifts) if not shift]
-    if plain:
-        many: Any = torch
-        many._foreach_copy_([targets[k] for k in plain], [sources[k] for k in plain])
-    for target, source, shift in zip(targets, sources, shifts, strict=True):
-        if shift:
+class Copies:
+    """Copies from views to views, sorted once by how they are best made.
+
+    A cast, or a shift, is computed in float32 (or wider) and rounded once.
+    """
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], shifts: Sequence[float]):
+        self._shifted: list[tuple[Tensor, Tensor, float]] = []
+        # One strided tensor in a list makes torch copy all of them one by one; contiguous ones alone take one kernel.
+        self._flat: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._strided: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for target, source, shift in zip(targets, sources, shifts, strict=True):
+            if shift:
+                self._shifted.append((target, source, shift))
+                continue
+            pair = self._flat if target.is_contiguous() and source.is_contiguous() else self._strided
+            pair[0].append(target)
+            pair[1].append(source)
+
+    def run(self) -> None:
+        """Make them."""
+        together: Any = torch
+        for targets, sources in (self._flat, self._strided):
+            if targets:
+                together._foreach_copy_(targets, sources)
+        for target, source, shift in self._shifted:
             target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) + shift)
+
+
+def copy(targets: Sequence[Tensor], sources: Sequence[Tensor], shifts: Sequence[float]) -> None:
+    """Copy each source to its target, once."""
+    Copies(targets, sources, shifts).run()

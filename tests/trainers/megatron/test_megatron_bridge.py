@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer_ranks import Ranks
 from trainer_samples import ALONE, mixed_batch, run_config, share
 
+from stretto.sync import files
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.layouts import checkpoint_layout, replica_layout
 from stretto.sync.transports import StreamTransport
@@ -303,3 +304,24 @@ def test_a_stream_that_is_not_whole_is_told_by_name(models: dict[str, Path]) -> 
     assert "the layout does not have model.normal.weight" in said
     assert f"{twice} came 2 times" in said
     assert f"{wide} is [48, 32] float64" in said
+
+
+def test_a_stream_is_written_in_files_of_bounded_size(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read(models["llama"])
+    atoms = atoms_of(models["llama"])
+    monkeypatch.setattr(files, "_FILE_BYTES", 20_000)
+    source, target = (checkpoint_layout(atoms, dtype) for dtype in ("float32", "bfloat16"))
+    files.export_stream(tmp_path, source, target, expected.items, writes=True)
+    written = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(written) > 2
+    assert written[-1] == f"model-{len(written):05}-of-{len(written):05}.safetensors"
+    assert all((tmp_path / name).stat().st_size < 25_000 for name in written)
+    with files.CheckpointFiles(tmp_path) as reader:
+        found = {name: reader.read(name) for name in reader.where}
+    assert_same(found, {name: tensor.bfloat16() for name, tensor in expected.items()})
+    (tmp_path / "lacking").mkdir()
+    del expected["lm_head.weight"]
+    with pytest.raises(RuntimeError, match=r"nothing came for lm_head\.weight"):
+        files.export_stream(tmp_path / "lacking", source, target, expected.items, writes=True)

@@ -27,7 +27,7 @@ from stretto.world import World, local_part
 
 @dataclass
 class Bench:
-    """One rank's. Attributes without a value are made by the rung that needs them first; `stack` closes what was opened."""
+    """One rank's. What has no value is made by the rung that needs it first; `stack` closes what was opened."""
 
     settings: CheckSettings
     probe: Probe

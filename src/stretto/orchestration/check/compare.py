@@ -64,9 +64,10 @@ def shifted_tensors(layout: Layout) -> set[str]:
     return {name for index in moved for name in layout.tensors[index].names()}
 
 
-def without_shift(layout: Layout) -> Layout:
-    """The same boxes, for values to which nothing is added: gradients."""
-    return replace(layout, shards=layout.shards._replace(add=np.zeros_like(layout.shards.add)))
+def of_gradients(layout: Layout) -> Layout:
+    """The same boxes of gradients: float32, and nothing is added to them."""
+    shards = layout.shards._replace(add=np.zeros_like(layout.shards.add))
+    return replace(layout, shards=shards, tensors=tuple(one._replace(dtype="float32") for one in layout.tensors))
 
 
 def checkpoint_names(layout: Layout, local: str) -> list[str]:

@@ -4,62 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.orchestration.check.compare import without_shift
+from stretto.orchestration.check.compare import of_gradients
 from stretto.sync.files import export
 from stretto.sync.layouts import checkpoint_layout
-from stretto.trainers.updates import plan_updates
+from stretto.trainers import Trainer
+from stretto.trainers.stepping import SteppingTrainer
 from stretto.types import Batch
 from stretto.world import World, local_part
 
 
-def local_gradient(trainer: Any, batch: Batch) -> dict[str, Tensor]:
+def local_gradient(trainer: Trainer, batch: Batch) -> dict[str, Tensor]:
     """This rank's gradient of one update over the whole batch, by the layout's local names; the weights stay.
 
-    All ranks call, each with its share. What no gradient reaches (buffers) has zeros.
+    All ranks call, each with its share. What no gradient reaches (buffers, experts without a token) has zeros.
     """
-    megatron = hasattr(trainer, "_chunks")
-    if megatron:
-        batch = _together(trainer, batch)
-        _finish_on_every_replica(trainer)
-    (update,) = plan_updates(batch, trainer._config, trainer._objective, trainer._replicas)
-    trainer._accumulate(batch, update, None)
-    if megatron:
-        del trainer._optimizer.finish_gradient
-    found = {name: _gradient(tensor) for name, tensor in trainer.weights().items()}
-    trainer._clear()
-    return found
+    assert isinstance(trainer, SteppingTrainer), "both trainers are"
+    _, found = trainer.gradient(batch)
+    zeros = {
+        name: torch.zeros_like(local_part(tensor.detach()), dtype=torch.float32)
+        for name, tensor in trainer.weights().items()
+        if name not in found
+    }
+    return {name: tensor.float() for name, tensor in found.items()} | zeros
 
 
-def _together(trainer: Any, batch: Batch) -> Batch:
-    """The shares of a replica's ranks."""
-    shares = trainer._groups.over_replica(batch)
-    return Batch([r for s in shares for r in s.rollouts], [a for s in shares for a in s.advantages])
-
-
-def _finish_on_every_replica(trainer: Any) -> None:
-    """A distributed optimizer needs each replica's part of the gradient alone; here all of it is looked at."""
-    from megatron.core.distributed import finalize_model_grads
-
-    trainer._optimizer.finish_gradient = lambda: finalize_model_grads(trainer._chunks, force_all_reduce=True)
-
-
-def _gradient(tensor: Any) -> Tensor:
-    found = getattr(tensor, "main_grad", None)
-    found = tensor.grad if found is None else found
-    if found is None:
-        return torch.zeros_like(local_part(tensor.detach()), dtype=torch.float32)
-    return local_part(found.detach()).float().clone()
-
-
-def write_gradient(trainer: Any, gradient: Mapping[str, Tensor], directory: Path, world: World) -> None:
+def write_gradient(trainer: Trainer, gradient: Mapping[str, Tensor], directory: Path, world: World) -> None:
     """Write a gradient to files as if it were the weights. All ranks call; the first one writes."""
-    layout = without_shift(trainer.layout())
-    target = without_shift(checkpoint_layout(layout.atoms, "float32"))
+    layout = of_gradients(trainer.layout())
+    target = of_gradients(checkpoint_layout(layout.atoms, "float32"))
     if world.first:
         directory.mkdir()
     export(directory, layout, target, world.rank, lambda: gradient, world.device)

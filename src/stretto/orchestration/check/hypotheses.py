@@ -1,7 +1,7 @@
-"""Ways in which a weight map can be wrong without contradicting itself, as changes of the checkpoint that would undo them.
+"""Ways in which a weight map can be wrong without contradicting itself, as changes of the checkpoint that undo them.
 
 A map that swaps gate and up on their way in swaps them back on the way out: every round trip is bitwise, and only the
-model's outputs are wrong. Fed a checkpoint in which the two are swapped, that trainer would be right, which names the row.
+model's outputs are wrong. Fed a checkpoint in which the two are swapped, that trainer is right, which names the row.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def forecast(bench: Bench) -> Outcome:
     expected = said.total - said.standing[_PROCESS] + process + own
     ratio = bench.seen_bytes / expected
     text = (
-        f"{bench.seen_bytes / _MIB:.0f} MiB seen, {expected / _MIB:.0f} MiB forecast (of which {process / _MIB:.0f} the "
-        f"process before any weights, {own / _MIB:.0f} copies that the check keeps): {ratio:.2f}, at most {FACTOR:g}"
+        f"{bench.seen_bytes / _MIB:.0f} MiB seen, {expected / _MIB:.0f} MiB forecast ({process / _MIB:.0f} of the bare "
+        f"process, {own / _MIB:.0f} of copies that the check keeps): {ratio:.2f} times as much, at most {FACTOR:g}"
     )
     if ratio <= FACTOR:
         return Outcome("pass", text, ratio, FACTOR)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stretto.models.checkpoint import stored_dtype
 from stretto.orchestration.check.bench import Bench, flat
-from stretto.orchestration.check.compare import FileTensors, Filler, checkpoint_names, relative, without_shift
+from stretto.orchestration.check.compare import FileTensors, Filler, checkpoint_names, of_gradients, relative
 from stretto.orchestration.check.diagnose import Case, classify
 from stretto.orchestration.check.gradients import local_gradient, write_gradient
 from stretto.orchestration.check.hypotheses import Hypothesis, excluded, hypotheses
@@ -182,10 +182,10 @@ def _worst(
 
 def _copies_differ(bench: Bench, found: Mapping[str, Tensor], directory: Path) -> Failure | None:
     """Every rank's copy of a gradient must be the one that was compared: else replicas would drift apart."""
-    layout = without_shift(bench.trainer.layout())
+    layout = of_gradients(bench.trainer.layout())
     failure = None
     with CheckpointFiles(directory) as files:
-        scratch = Filler(without_shift(bench.files_layout()), layout, bench.world.rank).scratch(found, files.read)
+        scratch = Filler(of_gradients(bench.files_layout()), layout, bench.world.rank).scratch(found, files.read)
     for name, expected in scratch.items():
         known = ~expected.isnan()
         size = max(float(expected[known].norm()), 1e-12)

@@ -1,4 +1,4 @@
-"""The model that a check runs on: the user's own when it is small, else one as wide, with few layers and random weights."""
+"""The model that a check runs on: the user's own when it is small, else a wide one with few layers, random weights."""
 
 from __future__ import annotations
 

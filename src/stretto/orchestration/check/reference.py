@@ -43,7 +43,7 @@ class Reference:
         return logprobs_BTV.gather(-1, ids_BL[:, start:, None])[..., 0]
 
     def write_gradient(self, batch: Batch, directory: Path) -> None:
-        """Write the gradient of the policy loss as if it were the model's weights: under the names that those have on disk.
+        """Write the gradient of the policy loss as if it were the model's weights, under their names on disk.
 
         The model is used up.
         """

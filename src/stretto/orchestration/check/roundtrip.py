@@ -86,7 +86,7 @@ def _connect(bench: Bench) -> None:
 def trainer_holds(
     bench: Bench, read: Mapping[str, Tensor], earlier: Mapping[str, Tensor] | None = None, *, rounded: bool = False
 ) -> Failure | None:
-    """What this rank's tensors have other than the checkpoint `read` has for them: copies of one box differ, or one is stale.
+    """What this rank's tensors have other than the checkpoint `read`: copies of a box differ, or one is stale.
 
     `rounded` allows tensors to which something was added and taken away again a rounding.
     """

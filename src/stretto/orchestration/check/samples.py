@@ -30,6 +30,7 @@ class Tokens:
         picks = (seed.randrange(self.vocabulary - len(usable)) for _ in range(count))
         return tuple(pick + (pick >= usable[0] if usable else 0) for pick in picks)
 
+
 _ADVANTAGES = (1.0, -0.6, 0.4, -1.2, 0.8, -0.5)
 
 
@@ -49,9 +50,7 @@ def training_batch(tokens: Tokens) -> Batch:
     return Batch(rollouts, _ADVANTAGES)
 
 
-def _group(
-    draw: random.Random, tokens: Tokens, group: int, temperatures: Sequence[float] = (1.0,)
-) -> list[Rollout]:
+def _group(draw: random.Random, tokens: Tokens, group: int, temperatures: Sequence[float] = (1.0,)) -> list[Rollout]:
     length, responses = _LENGTHS[group]
     prompt, temperature = tokens.draw(draw, length), temperatures[group % len(temperatures)]
     return [

@@ -62,7 +62,7 @@ class CheckSettings:
 
     @property
     def megatron(self) -> MegatronSizes:
-        """The sizes of the trainer (of FSDP2: ranks in data parallel). Raises ValueError when they do not fit each other."""
+        """The sizes of the trainer; FSDP2's ranks are `dp`. Raises ValueError when they do not fit each other."""
         least = math.lcm(self.tp, self.ep * self.etp) // self.tp
         return MegatronSizes(self.tp, self.pp, self.vpp, self.ep, self.etp, self.dp or least)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -77,7 +77,7 @@ def _mend_scatter() -> None:
 
     scatter = MegatronParamMapping.scatter_to_tp_ranks
 
-    def scatter_whole(mapping: Any, splits: Sequence[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+    def scatter_whole(mapping: Any, splits: list[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
         return scatter(mapping, splits and [one.contiguous() for one in splits], *args, **kwargs)
 
     MegatronParamMapping.scatter_to_tp_ranks = scatter_whole  # type: ignore[reportAttributeAccessIssue]

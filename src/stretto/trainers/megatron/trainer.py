@@ -55,6 +55,7 @@ class MegatronTrainer(SteppingTrainer):
         super().__init__(config, self._groups.replicas)
         build = self._builder(atoms.weights.megatron or {}, config.trainer.sequence_parallel)
         self._models = build()
+        self._weights: Mapping[str, Tensor] | None = None
         self._check_built()
         self._fill(self._models)
         self._chunks = optimizer.wrap(self._models)
@@ -101,7 +102,9 @@ class MegatronTrainer(SteppingTrainer):
 
     def weights(self) -> Mapping[str, Tensor]:
         """See the contract: Megatron's local names, after `vp<chunk>.` when the rank has several chunks."""
-        return local_tensors(self._models)
+        if self._weights is None:  # Megatron's parameters stay the same objects; finding them takes milliseconds
+            self._weights = local_tensors(self._models)
+        return self._weights
 
     def layout(self) -> Layout:
         """See the contract."""
