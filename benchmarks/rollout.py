@@ -69,9 +69,15 @@ def main() -> None:
         directory = checkpoint(device, Path(scratch))
         model = load_model(directory, dtype).to(device).eval()
         engine = EmbeddedEngine(
-            directory, None, device=device, eos_ids=(), max_length=args.prompt + args.new, max_sequences=10_000
+            directory,
+            None,
+            device=device,
+            dtype=dtype,
+            eos_ids=(),
+            max_length=args.prompt + args.new,
+            max_sequences=10_000,
         )
-    engine.adopt({name: model.get_parameter(name) for name in engine.layout()})
+    engine.adopt({name: model.get_parameter(name) for name in engine.layout().local(0)})
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1000, 40000, (args.groups, args.prompt), generator=generator)
     sampling = Sampling(max_new_tokens=args.new)

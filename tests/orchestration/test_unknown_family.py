@@ -16,6 +16,7 @@ from stretto.config import load_config
 from stretto.models.checkpoint import load_config as load_settings
 from stretto.models.maps import map_of
 from stretto.models.registry import claims
+from stretto.orchestration.forecast import dry_run
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 98,
@@ -123,8 +124,9 @@ def test_a_family_that_transformers_changes_as_it_loads_is_sent_to_a_map(tiny_mo
     model = saved(config, tmp_path / "model", tiny_model)
     with pytest.raises(ValueError, match=r"olmoe models need a weight map: .*mlp\.experts\.\w+ .*stretto new-model"):
         map_of(model)
-    with pytest.raises(ValueError, match="olmoe models need a weight map"):
-        run(tmp_path, model)
+    for start_it in (lambda: run(tmp_path, model), lambda: dry_run(load_config(tmp_path / "run.toml"))):
+        with pytest.raises(ValueError, match="olmoe models need a weight map"):
+            start_it()
     assert not (tmp_path / "run").exists(), "it is said before a run directory is made"
 
 

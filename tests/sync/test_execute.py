@@ -197,7 +197,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout_s: float)
     while True:
         try:
             job, args = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             answer = (False, job(rank, *args))
@@ -241,7 +241,7 @@ def fill(process: int, journey: str, extra_bytes: int, alone: int, gaps: bool) -
 @pytest.mark.parametrize("journey", JOURNEYS)
 @pytest.mark.parametrize(
     ("extra_bytes", "alone", "gaps"),
-    [(64, 2**23, False), (1024, 32, False), (2**29, 2**23, True), (2**29, 32, False)],
+    [(256, 2**23, False), (1024, 32, False), (2**29, 2**23, True), (2**29, 32, False)],
     ids=["tiny buckets", "messages of one piece", "gaps in tensors", "straight"],
 )
 def test_every_rank_gets_its_tensors(ranks: Ranks, journey: str, extra_bytes: int, alone: int, gaps: bool) -> None:
@@ -250,14 +250,14 @@ def test_every_rank_gets_its_tensors(ranks: Ranks, journey: str, extra_bytes: in
     assert all(one["bytes"] <= extra_bytes for one in found)
     assert all(one["places"] == 1 for one in found), "buckets are the same memory at every publication"
     assert [one["written"] for one in found] == [one["expected"] for one in found]
-    if extra_bytes == 64:
+    if extra_bytes == 256:
         assert max(one["buckets"] for one in found) > 20
 
 
 def disagree(process: int) -> None:
     _, end, at = JOURNEYS["colocated"]
     atoms = Atoms.of(WEIGHTS)
-    begin = Side("megatron", MegatronSizes(tp=2, pp=2, vocab_divisor=4 if process else 8))
+    begin = Side("megatron", MegatronSizes(tp=2, pp=2, vocab_divisor=4 if process else 16))
     plan = Plan.of(begin.layout(atoms), end.layout(atoms), at)
     Execution(plan, process, dict, dict, device=CPU)
 
@@ -269,8 +269,7 @@ def other_buckets(process: int) -> None:
 @pytest.mark.parametrize(("job", "who"), [(disagree, "[1, 2, 3]"), (other_buckets, "[2]")])
 def test_ranks_with_other_plans_all_say_so(ranks: Ranks, job: Callable[..., None], who: str) -> None:
     ranks.ask(job)
-    for rank in range(4):
-        failed, what = ranks.answer(rank)
+    for failed, what in [ranks.answer(rank) for rank in range(4)]:
         assert failed
         assert f"RuntimeError: ranks {who} have made another plan than rank 0" in what
 
@@ -283,8 +282,7 @@ def too_many(process: int) -> None:
 
 def test_a_group_that_is_too_small_is_refused(ranks: Ranks) -> None:
     ranks.ask(too_many)
-    for rank in range(4):
-        failed, what = ranks.answer(rank)
+    for failed, what in [ranks.answer(rank) for rank in range(4)]:
         assert failed
         assert "ValueError: the plan is for 5 processes and the group has 4" in what
 
@@ -391,11 +389,12 @@ def test_tensors_that_moved_are_found_where_they_are() -> None:
     source, filled = both_sides()
     execution = alone(source, filled)
     execution.run()
-    source["embed"] = source["embed"] + 1
+    before = source["embed"]
+    source["embed"] = before + 1
     old, filled["embed"] = filled["embed"], torch.zeros_like(filled["embed"])
     execution.run()
     assert torch.equal(filled["embed"], source["embed"])
-    assert torch.equal(old, source["embed"] - 1)
+    assert torch.equal(old, before)
 
 
 def test_parameters_can_be_filled_and_read() -> None:
@@ -410,7 +409,8 @@ def test_parameters_can_be_filled_and_read() -> None:
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
 def test_a_cast_and_one_more_are_rounded_once(source: str, target: str) -> None:
     """Megatron's norm, with one added, from and to every dtype; numbers for which rounding twice gives another."""
-    weights = WeightMap("norm", {"h": 4096}, (row(Piece("norm", "h"), megatron=Held("norm", add=1.0)),), 1, megatron={})
+    norm = row(Piece("norm", "h"), megatron=Held("norm", add=1.0), stage="first")
+    weights = WeightMap("norm", {"h": 4096}, (norm,), 1, megatron={})
     atoms = Atoms.of(weights)
     begin, end = Side("checkpoint", dtype=source).layout(atoms), Side("megatron", MegatronSizes(), target).layout(atoms)
     numbers = torch.linspace(-3, 3, 4096, dtype=torch.float64).float().to(getattr(torch, source))

@@ -114,10 +114,10 @@ def handed_over(out: Bucket, begin: Views, into: Bucket, end: Views) -> None:
     buffers = torch.zeros(2, out.bytes, dtype=torch.uint8)
     leaving = freight(out, buffers[0], begin, outgoing=True)
     coming = freight(into, buffers[1], end, outgoing=False)
-    leaving.pack()
+    leaving.copies.run()
     for sent, received in zip(leaving.messages, coming.messages, strict=True):
         received.copy_(sent)
-    coming.unpack()
+    coming.copies.run()
 
 
 @few

@@ -30,7 +30,7 @@ SETTINGS = {"dtype": "float32", "lr": 1e-2}
 def test_every_engine_has_the_weights_of_every_version(
     tiny_model: Path, pair: Ranks, dtype: torch.dtype, extra_bytes: int
 ) -> None:
-    """Also through buckets of a thousand bytes, which are smaller than most tensors."""
+    """Also through buckets of a thousand bytes: one for each shard."""
     for rank in pair.run(publish_and_step, tiny_model, dtype, extra_bytes):
         assert rank["transport"] == "collective"
         assert rank["tied"]

@@ -19,6 +19,7 @@ from stretto.models import checkpoint as models
 from stretto.models.smollm2 import INSTALL, cache_directory
 from stretto.orchestration.footprint import Cut, Footprint, Slabs, footprint, passes, slabs
 from stretto.orchestration.live import Model, check_lengths
+from stretto.sync.coordinates import atoms_of
 from stretto.world import World
 
 _GIB = 2**30
@@ -37,10 +38,12 @@ def dry_run(config: RunConfig) -> str:
     """The resolved configuration, the shapes of one step and a forecast of memory, as a run file with comments.
 
     Speaks of the processes that the environment (torchrun's WORLD_SIZE) describes. Raises ValueError for a model or
-    data that is not there, and for prompts that do not fit.
+    data that is not there, for a model without a weight map that it needs, and for prompts that do not fit.
     """
     world = _world()
     model = _model(config.model.path)
+    if model is not None:
+        atoms_of(model, config.model.map)
     data = _prompts(config, model)
     sizes = _sizes(config, data)
     groups = ceil(config.rollout.prompts_per_step / world.size)

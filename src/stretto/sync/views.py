@@ -51,6 +51,7 @@ class Views:
                 self._bind(key, tensor)
 
     def _bind(self, key: tuple[int, str], tensor: Tensor) -> None:
+        self._seen.pop(key, None)
         given = local_part(tensor.detach())
         self._check(key, given)
         flat = given.contiguous()

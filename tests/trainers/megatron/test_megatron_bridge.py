@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_helpers import move_vectors
 from torch import Tensor
 from trainer_ranks import Ranks
 from trainer_samples import ALONE, mixed_batch, run_config, share
@@ -46,10 +47,7 @@ def write_model(directory: Path, family: str, *, tied: bool) -> Path:
     window = {"sliding_window": None} if family == "mistral" else {}
     config = AutoConfig.for_model(family, **SHAPE, **window, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases, which are all alike when they are new
-                parameter.add_(0.2 * torch.randn_like(parameter))
+    move_vectors(model)
     model.save_pretrained(directory)
     return directory
 
@@ -59,14 +57,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints by family; no weight map has mistral."""
     directory = tmp_path_factory.mktemp("bridge-models")
     return {f: write_model(directory / f, f, tied=tied) for f, tied in (MAPPED | {"mistral": False}).items()}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """A process of its own: Megatron's stand-ins for CUDA stay out of this one."""
-    made = Ranks(1, tmp_path_factory.mktemp("alone"))
-    yield made
-    made.close()
 
 
 @contextmanager

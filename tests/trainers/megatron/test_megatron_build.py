@@ -118,14 +118,6 @@ def aside() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two ranks that live as long as this module."""
-    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
-    yield ranks
-    ranks.close()
-
-
 @pytest.fixture
 def shapes(aside: ProcessPoolExecutor) -> Any:
     def of(config: PretrainedConfig, options: dict[str, Any], rank: int = 0, **sizes: Any) -> list[Shapes]:
@@ -394,9 +386,9 @@ def _partial(name: str, value: Tensor, sizes: MegatronSizes) -> bool:
     ids=["tp", "tied-tp", "ep", "tp-ep", "tp-etp", "latent-tp-ep"],
 )
 def test_gradients_do_not_depend_on_the_cut(
-    two: Ranks, config: PretrainedConfig, options: dict[str, Any], sizes: MegatronSizes
+    pair: Ranks, config: PretrainedConfig, options: dict[str, Any], sizes: MegatronSizes
 ) -> None:
-    assert max(two.run(worst_gradient, config, options, sizes)) < 1e-5
+    assert max(pair.run(worst_gradient, config, options, sizes)) < 1e-5
 
 
 def first_draws(world: World, sizes: MegatronSizes) -> dict[str, Tensor]:
@@ -411,8 +403,8 @@ def first_draws(world: World, sizes: MegatronSizes) -> dict[str, Tensor]:
         }
 
 
-def test_replicas_are_drawn_alike(two: Ranks) -> None:
-    ours, theirs = two.run(first_draws, MegatronSizes(tp=2, ep=2))
+def test_replicas_are_drawn_alike(pair: Ranks) -> None:
+    ours, theirs = pair.run(first_draws, MegatronSizes(tp=2, ep=2))
     assert "decoder.layers.1.mlp.router.weight" in ours
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -448,7 +440,7 @@ def _in_the_model(name: str, shift: int, whole: dict[str, Tensor]) -> str:
     return renamed if renamed in whole else "embedding.word_embeddings.weight"
 
 
-@pytest.mark.parametrize("keys", [{}, {"recompute": True}, {"initialize": False}], ids=str)
-def test_two_uneven_stages_with_a_tied_head_compute_what_one_does(two: Ranks, keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize("keys", [{}, {"recompute": True}], ids=str)
+def test_two_uneven_stages_with_a_tied_head_compute_what_one_does(pair: Ranks, keys: dict[str, Any]) -> None:
     tied = qwen3(tie_word_embeddings=True, num_hidden_layers=3)
-    assert max(two.run(worst_stage, tied, NORMED, keys)) < 1e-5
+    assert max(pair.run(worst_stage, tied, NORMED, keys)) < 1e-5

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_megatron_step import BATCH, DENSE, EXPERTS, Setup, halves, same, snapshot, write_models
+from megatron_helpers import BATCH, DENSE, EXPERTS, Setup, halves, same, snapshot
 from torch import Tensor
 from trainer_ranks import Ranks
 
@@ -25,18 +25,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (EXPERTS, {"pp": 2, "pp_layers": (1, 3)}),
 ]
 Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("megatron-models"))
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    made = Ranks(1, tmp_path_factory.mktemp("one-rank"))
-    yield made
-    made.close()
 
 
 def state_directory(path: Path) -> Path:

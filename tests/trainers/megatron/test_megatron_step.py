@@ -3,164 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron_helpers import (
+    BATCH,
+    DENSE,
+    EVERYTHING_ON,
+    EXPERTS,
+    PP2,
+    TP2,
+    VOCABULARY,
+    Setup,
+    cut_like,
+    gradient,
+    halves,
+    mine,
+    parameters_of,
+    refusal,
+    same,
+    snapshot,
+    with_behaviour,
+)
 from torch import Tensor
 from trainer_ranks import Ranks
-from trainer_samples import mixed_batch, run_config, share
+from trainer_samples import share, worst
 
 from stretto.types import Batch
 from stretto.world import World
-
-VOCABULARY = 97
-BATCH = mixed_batch(VOCABULARY)
-SETTINGS: dict[str, Any] = {"backend": "megatron", "dtype": "float32", "micro_batch_tokens": 40, "lr": 1e-3}
-EVERYTHING_ON: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.02, "aggregation": "sequence_mean"}
-DENSE, EXPERTS = "dense", "experts"
-TP2, PP2 = {"tp": 2}, {"pp": 2}
-
-
-class Setup:
-    """What a trainer is made of, as it travels to the ranks."""
-
-    def __init__(
-        self, directory: Path, trainer: Mapping[str, Any] | None = None, algorithm: Mapping[str, Any] | None = None
-    ):
-        self.directory = directory
-        self.config = run_config(SETTINGS | dict(trainer or {}), algorithm, steps=8)
-
-    @contextmanager
-    def trainer(self, world: World) -> Iterator[Any]:
-        from stretto.trainers.megatron import open_megatron
-
-        with open_megatron(self.directory, self.config, world) as trainer:
-            yield trainer
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints by kind."""
-    return write_models(tmp_path_factory.mktemp("megatron-models"))
-
-
-def write_models(directory: Path) -> dict[str, Path]:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "dtype": torch.float32,
-    }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
-    torch.manual_seed(0)
-    dense = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
-    sparse = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False))
-    for kind, model in ((DENSE, dense), (EXPERTS, sparse)):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:  # norms, which are all alike when they are new
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-        model.save_pretrained(directory / kind)
-    return {kind: directory / kind for kind in (DENSE, EXPERTS)}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """A process of its own: Megatron's stand-ins for CUDA stay out of this one."""
-    yield from start(1, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Four ranks of one gloo group."""
-    yield from start(4, tmp_path_factory)
-
-
-def start(size: int, directories: pytest.TempPathFactory) -> Iterator[Ranks]:
-    made = Ranks(size, directories.mktemp(f"ranks-{size}"))
-    yield made
-    made.close()
-
-
-def parameters_of(trainer: Any) -> Iterator[tuple[str, str, Any]]:
-    """This rank's parameters after the trainer's local name and the one that they would have on a single rank."""
-    from megatron.core import parallel_state
-
-    expert_rank = parallel_state.get_expert_model_parallel_rank()
-    many = len(trainer._models) > 1
-    for chunk, model in enumerate(trainer._models):
-        for local, parameter in model.named_parameters():
-            parts = local.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
-            if "local_experts" in parts:
-                place = parts.index("local_experts") + 1
-                held = model.config.num_moe_experts // model.config.expert_model_parallel_size
-                parts[place] = str(int(parts[place]) + expert_rank * held)
-            single = ".".join(parts)
-            if single == "output_layer.weight" and model.share_embeddings_and_output_weights:
-                single = "embedding.word_embeddings.weight"
-            yield f"vp{chunk}.{local}" if many else local, single, parameter
-
-
-def cut_like(parameter: Any, whole: Tensor) -> Tensor:
-    """The part of a whole tensor that a parameter of this rank holds; vocabularies are padded with zeros."""
-    if (dim := split_dim(parameter)) is None:
-        return whole
-    rank, size = split_ranks(parameter)
-    missing = parameter.shape[dim] * size - whole.shape[dim]
-    if missing:
-        whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
-    return torch.cat(whole.chunk(size * parameter.partition_stride, dim)[rank::size], dim)
-
-
-def split_dim(parameter: Any) -> int | None:
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-
-
-def split_ranks(parameter: Any) -> tuple[int, int]:
-    """Rank and size of the tensor-parallel group of the parameter."""
-    from megatron.core import parallel_state
-
-    state: Any = parallel_state
-    if getattr(parameter, "allreduce", True):
-        return state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
-    return state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
-
-
-def mine(world: World, batch: Batch) -> Batch:
-    """This rank's share: whole groups, so that some ranks have much and others little."""
-    return share(batch, [i for i, one in enumerate(batch.rollouts) if one.group_id % world.size == world.rank])
-
-
-def with_behaviour(logprobs: list[tuple[float, ...]]) -> Batch:
-    """The batch with behaviour log-probs a little off the trainer's own."""
-    rollouts = []
-    for one, kept in zip(BATCH.rollouts, logprobs, strict=True):
-        values = iter(kept)
-        noisy = tuple(next(values) + 0.1 * math.sin(7 * t) if m else math.nan for t, m in enumerate(one.loss_mask_T))
-        rollouts.append(replace(one, logprobs_T=noisy))
-    return Batch(rollouts, BATCH.advantages)
-
-
-def gradient(trainer: Any, own: Batch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and this rank's parts of the gradient, by the names of a single rank."""
-    loss, found = trainer.gradient(own)
-    return loss, {single: found[local] for local, single, _ in parameters_of(trainer)}
-
 
 # On one rank: what every cut is compared with.
 
@@ -201,12 +75,6 @@ def test_one_rank_is_a_plain_loop_over_samples(alone: Ranks, models: dict[str, P
     ((found, expected, gradients, plain),) = alone.run(plain_gradient, setup)
     assert found == pytest.approx(expected, abs=2e-5)
     assert worst(gradients, plain) < 1e-5
-
-
-def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest difference of any parameter, relative to that parameter's gradient."""
-    assert found.keys() == expected.keys()
-    return max(float((found[n] - expected[n]).norm() / expected[n].norm()) for n in expected)
 
 
 # On several ranks.
@@ -263,18 +131,6 @@ def run_steps(world: World, setup: Setup, batches: Sequence[Sequence[Batch]]) ->
             reports.append(trainer.step(shares[world.rank]))
             weights.append(snapshot(trainer))
         return {"reports": reports, "weights": weights, "names": list(trainer.weights())}
-
-
-def snapshot(trainer: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in trainer.weights().items()}
-
-
-def halves(batch: Batch) -> list[Batch]:
-    return [share(batch, range(5)), share(batch, range(5, 10))]
-
-
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -395,11 +251,3 @@ def masters_after_a_step(world: World, setup: Setup) -> list[Tensor]:
 def test_float64_is_refused(alone: Ranks, models: dict[str, Path]) -> None:
     (message,) = alone.run(refusal, Setup(models[DENSE], {"dtype": "float64"}))
     assert "set trainer.dtype to auto, float32 or bfloat16" in message
-
-
-def refusal(world: World, setup: Setup) -> str:
-    try:
-        with setup.trainer(world):
-            return "not refused"
-    except ValueError as error:
-        return str(error)

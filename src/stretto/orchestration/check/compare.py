@@ -67,7 +67,7 @@ def shifted_tensors(layout: Layout) -> set[str]:
 def of_gradients(layout: Layout) -> Layout:
     """The same boxes of gradients: float32, and nothing is added to them."""
     shards = layout.shards._replace(add=np.zeros_like(layout.shards.add))
-    return replace(layout, shards=shards, tensors=tuple(one._replace(dtype="float32") for one in layout.tensors))
+    return replace(layout, shards=shards, tensors=tuple(replace(one, dtype="float32") for one in layout.tensors))
 
 
 def checkpoint_names(layout: Layout, local: str) -> list[str]:

@@ -62,11 +62,12 @@ def hypotheses(weights: WeightMap, sides: Sequence[str], *, shards: int, stages:
     if norms:
         yield from _shifts("every norm", norms)
     yield from _all_layers([part for row in rows for part in parts[id(row)]], stages)
+    yield from _experts(weights, [part for row in rows for part in parts[id(row)] if part.piece.spread], shards)
     for row in rows:
         for held, pieces in _held(row, sides):
             yield from _fused(weights, held, [_part(weights, row, piece) for piece in pieces])
         for part in parts[id(row)]:
-            yield from _single(weights, part, shards)
+            yield from _single(weights, part, shards if row.cut else 1)
     rotated = [part for row in rows for part in parts[id(row)] if _ROTATED.search(part.piece.name)]
     yield from _rotary(weights, rotated)
     yield from _siblings(rows, parts)
@@ -172,6 +173,18 @@ def _regrouped(parts: Sequence[_Part], now: int, count: int) -> Change:
     return change
 
 
+def _experts(weights: WeightMap, parts: Sequence[_Part], shards: int) -> Iterator[Hypothesis]:
+    """Experts as if they were numbered otherwise, in all of these pieces."""
+    counts = {weights.size(part.piece.spread) for part in parts if part.piece.spread}
+    if len(counts) != 1:
+        return
+    count = counts.pop()
+    for turn in _turns(count, count // shards if shards > 1 else 1):
+        rows = [row for part in parts for row in part.names.values()]
+        pairs = [pair for row in rows for pair in zip(row, row[turn:] + row[:turn], strict=True)]
+        yield Hypothesis(tuple(part.piece.name for part in parts), f"experts off by {turn}", _moved(pairs))
+
+
 def _single(weights: WeightMap, part: _Part, shards: int) -> Iterator[Hypothesis]:
     """One piece alone, in all its layers."""
     name = (part.piece.name,)
@@ -182,10 +195,7 @@ def _single(weights: WeightMap, part: _Part, shards: int) -> Iterator[Hypothesis
     if part.piece.name.endswith("bias"):
         yield Hypothesis(name, "dropped: the trainer does not use it", _each([part], torch.zeros_like))
     if part.piece.spread:
-        count = weights.size(part.piece.spread)
-        for turn in _turns(count, count // shards if shards > 1 else 1):
-            pairs = [p for row in part.names.values() for p in zip(row, row[turn:] + row[:turn], strict=True)]
-            yield Hypothesis(name, f"experts off by {turn}", _moved(pairs))
+        yield from _experts(weights, [part], shards)
     if len(part.names) > 1:
         for turn in _turns(len(part.names), 1):
             yield Hypothesis(name, f"of the wrong layer, off by {turn}", _moved(_turned_layers(part, turn)))
@@ -194,11 +204,13 @@ def _single(weights: WeightMap, part: _Part, shards: int) -> Iterator[Hypothesis
 
 def _rows(weights: WeightMap, part: _Part, shards: int) -> Iterator[Hypothesis]:
     """The rows of a piece in another order: turned by a shard, or their factors nested the other way."""
-    name, rows = (part.piece.name,), part.shape[0] if part.shape else 0
-    if shards > 1 and rows and rows % shards == 0:
-        for turn in _turns(rows, rows // shards):
-            said = "one" if turn in (1, rows - 1) else "one shard"
-            yield Hypothesis(name, f"rows off by {said}", _each([part], lambda one, t=turn: one.roll(-t, 0)))
+    name = (part.piece.name,)
+    for axis, size in enumerate(part.shape if shards > 1 else ()):
+        if size % shards == 0:
+            for turn in _turns(size, size // shards):
+                said = "one" if turn in (1, size - 1) else "one shard"
+                change = _each([part], lambda one, t=turn, a=axis: one.roll(-t, a))
+                yield Hypothesis(name, f"off by {said} along axis {axis}", change)
     factors = part.piece.factored[0] if part.piece.factored else ()
     sizes = [weights.size(factor) for factor in factors]
     for place in range(len(factors) - 1):

@@ -24,7 +24,6 @@ _COPIES = 9
 """float32 copies of the weights that live at the same time: the trainer's four, the engine's, transformers' with its
 gradient, what is read back, and what a difference is looked for in."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.(.*)")
-_STEP = 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -147,12 +146,13 @@ def write_random(config: Any, directory: Path, dtype: torch.dtype) -> None:
 def random_values(name: str, tensor: Tensor) -> Tensor:
     """Values that no other tensor has, of a size that keeps activations near 1.
 
-    Vectors get noise around what they are initialised with: 1, or 0, where they are neutral. All values are exact in
-    bfloat16, a norm's also after 1 is added, so that a round trip has to be bitwise.
+    Vectors get noise around what they are initialised with: 1, or 0, where they are neutral. They are multiples of a
+    power of two for which adding 1 is exact in the tensor's dtype, so that every round trip has to be bitwise.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(tensor.shape, generator=generator)
     if tensor.ndim < 2:
         values = tensor.detach().float().cpu() + (0.25 * noise).clamp(-0.9, 0.9)
-        return (values / _STEP).round() * _STEP
-    return (noise * tensor.shape[-1] ** -0.5).bfloat16().float()
+        step = 2.0**-16 if tensor.dtype == torch.float32 else 2.0**-6
+        return (values / step).round() * step
+    return noise * tensor.shape[-1] ** -0.5

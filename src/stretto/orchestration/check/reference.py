@@ -20,7 +20,8 @@ class Reference:
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device):
         with quiet():
-            self._model: Any = load_model(directory, dtype).to(device).eval()
+            loaded: Any = load_model(directory, dtype)
+        self._model: Any = loaded.to(device).eval()
         self._device = device
 
     @torch.no_grad()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from stretto.orchestration.check.bench import Bench, flat
 from stretto.orchestration.check.compare import FileTensors, relative
@@ -93,13 +95,13 @@ def after_a_step(bench: Bench) -> Outcome:
     return outcome if outcome.status == "fail" else Outcome("pass", said, outcome.measured, outcome.bound)
 
 
-def _unmoved(bench: Bench, report: StepReport, before: dict[str, object]) -> Failure | None:
+def _unmoved(bench: Bench, report: StepReport, before: Mapping[str, Tensor]) -> Failure | None:
     """A step that was skipped, or moved nothing on this rank."""
     if report.updates != 1 or report.bad_updates:
         said = f"the step was skipped: gradient norm {report.metrics.get('train/grad_norm')}"
         return Failure(None, "a gradient that is not finite", said)
     now = bench.trainer.weights()
-    moved = any(not local_part(now[name].detach()).equal(old) for name, old in before.items())  # type: ignore[arg-type]
+    moved = any(not local_part(now[name].detach()).equal(old) for name, old in before.items())
     still = [rank for rank, one in enumerate(bench.world.gather(moved)) if not one]
     if still:
         return Failure(None, "no weight moved", f"one step moved no weight of ranks {still}")

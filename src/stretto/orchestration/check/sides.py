@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,6 +23,8 @@ from stretto.sync.layout import Layout
 from stretto.sync.plan import Plan
 
 _MAX_SEQUENCES = 8
+_NAMED = re.compile(r"the layout (?:has|does not have) (\S+)|(\S+) is \[.* and its layout says")
+_SAYS = " and its layout says "
 _COVERAGE = ("does not fill", "does not hold the model once")
 
 
@@ -54,17 +57,17 @@ def mapped(bench: Bench) -> Outcome:
     """The files, the trainer's and the engine's real tensors against their layouts: names, shapes, dtypes."""
     layout = bench.files_layout(stored_dtype(bench.probe.directory))
     if lines := _file_differences(bench, layout):
-        return _unlike("the checkpoint's files", lines, layout)
+        return _unlike("the checkpoint's files", lines)
     try:
         bench.trainer = bench.stack.enter_context(open_trainer(bench.probe.directory, bench.config, bench.world))
     except ValueError as error:
         if any(words in str(error) for words in _COVERAGE):
             bench.late = str(error)
             return Outcome("pass", "the checkpoint has what its layout says; the trainer's plan is looked at next")
-        return _unlike("the trainer", str(error).splitlines(), *_layouts(bench))
+        return _unlike("the trainer", str(error).splitlines())
     layout = bench.trainer.layout()
     if lines := tensor_differences(layout, bench.world.rank, bench.trainer.weights()):
-        return _unlike(layout.title, lines, layout)
+        return _unlike(layout.title, lines)
     tensors = len(layout.local(bench.world.rank))
     if bench.settings.engine != "embedded":
         said = f"{tensors} tensors of the trainer; those of a live {bench.settings.engine} are not looked at yet (next)"
@@ -93,18 +96,10 @@ def _embedded(bench: Bench, tensors: int) -> Outcome:
     held = {name: tuple(one.shape) for name, one in checkpoint_tensors(empty_model(directory)).items()}
     expected = {name: shape for name, (shape, _) in layout.local(bench.world.rank).items()}
     if lines := _unlike_names(expected, held) + _unlike_shapes(expected, held):
-        return _unlike(layout.title, lines, layout)
+        return _unlike(layout.title, lines)
     return Outcome(
         "pass", f"{tensors} tensors of the trainer and {len(held)} of the engine ({text}), as their layouts say"
     )
-
-
-def _layouts(bench: Bench) -> list[Layout]:
-    """Those whose names a message of the trainer may have."""
-    try:
-        return [bench.trainer_layout(), bench.files_layout()]
-    except ValueError:
-        return [bench.files_layout()]
 
 
 def _file_differences(bench: Bench, layout: Layout) -> list[str]:
@@ -131,23 +126,20 @@ def _unlike_shapes(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[
     ]
 
 
-def _unlike(who: str, lines: Sequence[str], *layouts: Layout) -> Outcome:
-    """The names that `lines` speak of are the layouts', or others which they quote."""
+def _unlike(who: str, lines: Sequence[str]) -> Outcome:
     text = "\n".join(lines)
-    names = {name for layout in layouts for rank in {int(c[0]) for c in layout.classes} for name in layout.local(rank)}
-    words = {word.strip(",;:()") for line in lines for word in line.split() if "." in word.strip(".,;:()")}
-    parameter = first_named(text, words & names) or first_named(text, words) or first_named(text, names)
-    return Outcome("fail", f"{who}: {text}", failure=Failure(parameter, _likely(text), text))
+    named = next((found[1] or found[2] for line in lines if (found := _NAMED.search(line))), None)
+    return Outcome("fail", f"{who}: {text}", failure=Failure(named, _likely(text), text))
 
 
 def _likely(text: str) -> str:
     """What a list of differences looks like."""
-    if "and its layout says" not in text:
+    if _SAYS not in text:
         if "layout does not have" in text and "the layout has" in text:
             return "another name"
         return "a row is missing" if "layout does not have" in text else "a row too much"
-    line = next(line for line in text.splitlines() if "and its layout says" in line)
-    found, _, said = line.partition(" and its layout says ")
+    line = next(line for line in text.splitlines() if _SAYS in line)
+    found, _, said = line.partition(_SAYS)
     return (
         "wrong dtype" if found.partition("]")[0].split("[")[-1] == said.partition("]")[0].strip("[") else "wrong shape"
     )

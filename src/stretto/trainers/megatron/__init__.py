@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,15 +31,26 @@ def open_megatron(directory: Path, config: RunConfig, world: World) -> Iterator[
     neither the world nor the model.
     """
     require_megatron()
-    from stretto.trainers.megatron import cpu
+    with _quiet_imports():
+        from stretto.trainers.megatron import cpu
 
-    cpu.enable()
-    from stretto.trainers.megatron import parallel
+        cpu.enable()
+        from stretto.trainers.megatron import parallel
 
+        trainer_class = _trainer_class(config)
     try:
-        yield _trainer_class(config)(directory, config, world)
+        yield trainer_class(directory, config, world)
     finally:
         parallel.stop()
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Megatron warns of what is deprecated in itself, and in a dozen places that Transformer Engine is missing."""
+    with warnings.catch_warnings():
+        for category in (UserWarning, DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        yield
 
 
 def _trainer_class(config: RunConfig) -> type[MegatronTrainer]:

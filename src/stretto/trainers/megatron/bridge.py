@@ -63,7 +63,6 @@ class BridgeTrainer(MegatronTrainer):
                 dtype=self._dtype,
                 sequence_parallel=sequence_parallel,
                 recompute=self._settings.activation_checkpointing,
-                initialize=True,  # without, Megatron does not mark what is cut, and gets the gradient's norm wrong
             )
             for name, value in settings.items():
                 setattr(config, name, value)

@@ -40,7 +40,6 @@ def build_model(
     device: torch.device,
     sequence_parallel: bool = False,
     recompute: bool = False,
-    initialize: bool = True,
 ) -> list[GPTModel]:
     """This rank's chunks of the model, in the order of their virtual stages (one when vpp is 1), in training mode.
 
@@ -58,7 +57,6 @@ def build_model(
         dtype=dtype,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
-        initialize=initialize,
     )
     chunks = build_chunks(hf_config, sizes, config, device)
     for model in chunks:

@@ -9,6 +9,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like", "ones_like", "arange")
 _enabled = False
@@ -25,6 +27,7 @@ def enable() -> None:
     * Streams and events are empty and `synchronize` returns: the data-parallel buffers, the experts' dispatcher.
     * `Tensor.type` names a CUDA type when Megatron asks, and only then: its optimizers sort parameters by that name.
     * The experts' dispatcher gets its counts as numbers, which it would otherwise only make of CUDA tensors.
+    * Parts of unequal length, the tokens of expert-tensor ranks, are gathered and scattered by a sum; gloo has no other.
     * Functions that Megatron would compile run as they are: a compiler is neither needed nor at hand.
     """
     global _enabled
@@ -37,6 +40,7 @@ def enable() -> None:
     _streams()
     _types()
     _counts()
+    _unequal_parts()
 
 
 def _replace(owner: Any, **replacements: Any) -> None:
@@ -57,13 +61,15 @@ def _devices() -> None:
     def current_device() -> str:
         return "cpu"
 
-    def cuda(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def cuda(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
         return tensor
 
+    from torch.utils import _device
+
     # `with torch.device("meta")` knows torch's own factories, a set that it makes at its first use: before they go.
-    torch.utils._device._device_constructors()
+    _device._device_constructors()
     _replace(torch.cuda, current_device=current_device, set_device=_nothing(), synchronize=_nothing())
-    _replace(torch.Tensor, cuda=cuda)
+    _replace(Tensor, cuda=cuda)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
@@ -83,10 +89,10 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 def _generators() -> None:
     from megatron.core.tensor_parallel import random
 
-    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+    def get_state(*_: Any, **__: Any) -> Tensor:
         return torch.get_rng_state()
 
-    def set_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
+    def set_state(new_state: Tensor, *_: Any, **__: Any) -> None:
         torch.set_rng_state(new_state)
 
     def manual_seed(seed: int) -> None:
@@ -124,25 +130,48 @@ def _streams() -> None:
 
 
 def _types() -> None:
-    original = torch.Tensor.type
+    original = Tensor.type
 
-    def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         name = original(tensor, *args, **kwargs)
         asker = sys._getframe(1).f_globals.get("__name__", "")
         if isinstance(name, str) and asker.startswith("megatron.core."):
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
-    _replace(torch.Tensor, type=type_)
+    _replace(Tensor, type=type_)
 
 
 def _counts() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     def on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
     _replace(token_dispatcher, maybe_move_tensor_to_cpu=on_host)
+
+
+def _unequal_parts() -> None:
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gathered(part: Tensor, group: Any, sizes: list[int] | None = None, shared_buffer: bool = False) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(part, group, sizes, shared_buffer)
+        whole = part.new_zeros(sum(sizes), *part.shape[1:])
+        whole.split(sizes)[group.rank()].copy_(part)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    def scattered(whole: Tensor, group: Any, sizes: list[int] | None = None, shared_buffer: bool = False) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter(whole, group, sizes, shared_buffer)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].clone()
+
+    _replace(mappings, _gather_along_first_dim=gathered, _reduce_scatter_along_first_dim=scattered)
 
 
 def _uncompiled() -> None:

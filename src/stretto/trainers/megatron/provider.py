@@ -40,24 +40,16 @@ def transformer_config(
     dtype: torch.dtype,
     sequence_parallel: bool = False,
     recompute: bool = False,
-    initialize: bool = True,
 ) -> TransformerConfig:
     """The config of every chunk of the model; a MLATransformerConfig where attention has latents (`kv_lora_rank`).
 
     `options` are what the family knows and its Hugging Face config does not say: fields of Megatron's config by name
     (`qk_layernorm`, `add_qkv_bias`, `moe_router_score_function`, ...), and `scale_embeddings`. `recompute` keeps only
-    the layers' inputs for the backward pass. Without `initialize` the weights hold whatever the memory held.
+    the layers' inputs for the backward pass.
 
     Raises ValueError for what Megatron-Core cannot compute as transformers does.
     """
-    running = run_settings(
-        hf_config,
-        sizes,
-        dtype=dtype,
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-        initialize=initialize,
-    )
+    running = run_settings(hf_config, sizes, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
     attention = _latent_attention(hf_config) if is_latent(hf_config) else _attention(hf_config)
     values = {
         **_shape(hf_config),
@@ -79,7 +71,6 @@ def run_settings(
     dtype: torch.dtype,
     sequence_parallel: bool,
     recompute: bool,
-    initialize: bool,
 ) -> dict[str, Any]:
     """The fields of the config that do not come from the architecture: sizes, dtypes, and no fusions or dropout.
 
@@ -93,7 +84,8 @@ def run_settings(
         **_PLAIN,
         **(keeping if recompute else {}),
         "deallocate_pipeline_outputs": False,
-        "perform_initialization": initialize,
+        # Without, Megatron does not mark what is cut over TP ranks, and gets the gradient's norm wrong.
+        "perform_initialization": True,
         "use_cpu_initialization": not torch.cuda.is_available(),
     }
 

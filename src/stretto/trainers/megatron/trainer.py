@@ -95,10 +95,13 @@ class MegatronTrainer(SteppingTrainer):
         return Passes(chunks, self._sizes, self._groups, vocabulary, self._settings.logit_chunk_tokens)
 
     def _fill(self, models: Sequence[Any]) -> None:
-        """Read this rank's boxes of the checkpoint."""
-        source = checkpoint_layout(self._layout.atoms, stored_dtype(self._directory))
+        """Read this rank's boxes of the checkpoint; the padding of the vocabulary, which no box covers, is zero."""
+        source, tensors = checkpoint_layout(self._layout.atoms, stored_dtype(self._directory)), local_tensors(models)
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.zero_()
         with CheckpointFiles(self._directory) as files:
-            load(files, source, self._layout, self._world.rank, local_tensors(models))
+            load(files, source, self._layout, self._world.rank, tensors)
 
     def weights(self) -> Mapping[str, Tensor]:
         """See the contract: Megatron's local names, after `vp<chunk>.` when the rank has several chunks."""
@@ -265,11 +268,6 @@ def local_tensors(models: Sequence[Any]) -> Mapping[str, Tensor]:
 
 
 def _check(config: RunConfig) -> None:
-    if config.trainer.batching == "packed":
-        raise ValueError(
-            "the megatron trainer takes no packed rows (its local attention has no mask for them); "
-            'set trainer.batching = "padded"'
-        )
     if config.trainer.dtype == "float64":
         raise ValueError("the megatron trainer's optimizer is float32; set trainer.dtype to auto, float32 or bfloat16")
 
