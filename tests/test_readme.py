@@ -54,4 +54,5 @@ def test_commands_are_accepted(command: str) -> None:
 
 
 def test_every_verb_is_shown() -> None:
-    assert {shlex.split(command)[1] for command in commands()} == {"train", "rollout", "export", "doctor"}
+    verbs = {"train", "rollout", "check", "plan", "new-model", "export", "doctor"}
+    assert {shlex.split(command)[1] for command in commands()} == verbs

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from stretto.memory import available_memory
+from stretto.models.scaffold import bridges
 from stretto.models.smollm2 import INSTALL, cache_directory
 
 _GIB = 2**30
@@ -22,8 +23,12 @@ _PURPOSE = {
     "rewards": "the rewards math_verify and reasoning_gym",
     "tensorboard": "telemetry.tensorboard",
     "wandb": "telemetry.wandb",
+    "megatron": 'trainer.backend = "megatron"',
     "demo": "the model smollm2",
 }
+_BRIDGE = 'trainer.names = "bridge"'
+_FOR_BRIDGE = ("omegaconf", "einops")
+"""Packages of the extra `megatron` that Megatron-Bridge alone imports."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Requirement:
 def report() -> list[Check]:
     """Look at this machine. Imports torch, and nothing else that is heavy."""
     packages = [_package(requirement) for requirement in requirements()]
-    return [_python(), _stretto(), *packages, _torch(), _smollm2(), _cores(), _memory(), _cache()]
+    return [_python(), _stretto(), *packages, _bridge(), _torch(), _smollm2(), _cores(), _memory(), _cache()]
 
 
 def can_train(checks: Sequence[Check]) -> bool:
@@ -98,7 +103,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _package(requirement: Requirement) -> Check:
     part, extra = requirement.package, requirement.extra
     fix = f"pip install '{part}>={requirement.minimum}'"
-    purpose = "" if extra is None else f" (for {_PURPOSE.get(extra, extra)})"
+    purpose = "" if extra is None else f" (for {_BRIDGE if part in _FOR_BRIDGE else _PURPOSE.get(extra, extra)})"
     try:
         version = metadata.version(part)
     except metadata.PackageNotFoundError:
@@ -107,6 +112,14 @@ def _package(requirement: Requirement) -> Check:
         found = f"{version} is older than {requirement.minimum}{purpose}"
         return Check(part, False, found, fix, required=extra is None)
     return Check(part, True, f"{version}{purpose}", required=extra is None)
+
+
+def _bridge() -> Check:
+    """Megatron-Bridge, which no extra can name: its own requirements take a GPU to install."""
+    found = bridges.installed_bridges()
+    if found is None:
+        return Check("megatron-bridge", False, f"not installed (for {_BRIDGE})", bridges.INSTALL)
+    return Check("megatron-bridge", True, f"{found.version} (for {_BRIDGE})")
 
 
 def _python() -> Check:

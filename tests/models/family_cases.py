@@ -110,6 +110,8 @@ CASES: dict[str, Build] = {
     "deepseek-v3-plain-queries": _config("DeepseekV3Config", _LATENT, q_lora_rank=None, num_nextn_predict_layers=0),
     "gemma": _config("GemmaConfig", _GROUPED, head_dim=10),
     "gemma-tied": _config("GemmaConfig", _GROUPED, head_dim=10, tie_word_embeddings=True),
+    "phi3": _config("Phi3Config", _GROUPED, pad_token_id=None),
+    "phi3-tied": _config("Phi3Config", _GROUPED, pad_token_id=None, tie_word_embeddings=True),
     "qwen3-next": _config("Qwen3NextConfig", _HYBRID),
     "qwen3-vl": _config("Qwen3VLConfig", {}, text_config=_TEXT, vision_config=_VISION, tie_word_embeddings=False),
     "qwen3-vl-tied": _config("Qwen3VLConfig", {}, text_config=_TEXT, vision_config=_VISION, tie_word_embeddings=True),

@@ -121,7 +121,7 @@ def local_tensors(weights: WeightMap, side: Side, rank: int, values: Values) -> 
     for row in weights.rows:
         for held, pieces in held_by(row, side):
             cut = cut_of(weights, side, row, pieces, rank)
-            for layer, number, prefix in cut.layers if cut else ():
+            for layer, number, prefix in cut.layers:
                 name = prefix + numbered(held.name, number)
                 if isinstance(side.sizes, EngineSizes):
                     name = weights.engine_name(side.sizes.backend, name)
@@ -138,7 +138,8 @@ def row_chunk(tensor: Tensor, side: Side, piece: Piece, rank: int) -> Tensor:
     """What FSDP2 leaves on a rank of a whole tensor."""
     if side.kind != "fsdp" or piece.buffer or not tensor.dim():
         return tensor
-    chunks = tensor.chunk(int(side.sizes))  # type: ignore[arg-type]
+    assert isinstance(side.sizes, int)
+    chunks = tensor.chunk(side.sizes)
     return chunks[rank] if rank < len(chunks) else tensor[:0]
 
 
@@ -187,7 +188,7 @@ def laid_out(
     return whole.transpose(-1, -2) if held.transpose else whole
 
 
-def cut_of(weights: WeightMap, side: Side, row: Row, pieces: tuple[Piece, ...], rank: int) -> Cut | None:
+def cut_of(weights: WeightMap, side: Side, row: Row, pieces: tuple[Piece, ...], rank: int) -> Cut:
     factors = {factor for piece in pieces for factor in piece.factors}
     same = tuple((layer, layer, "") for layer in row.layers or (None,))
     if isinstance(side.sizes, MegatronSizes):
@@ -253,7 +254,7 @@ def megatron_places(sizes: MegatronSizes) -> list[dict[str, int]]:
     return [{**one, **other} for one, other in zip(dense, expert, strict=True)]
 
 
-def megatron_cut(weights: WeightMap, sizes: MegatronSizes, row: Row, factors: set[str], rank: int) -> Cut | None:
+def megatron_cut(weights: WeightMap, sizes: MegatronSizes, row: Row, factors: set[str], rank: int) -> Cut:
     at = megatron_places(sizes)[rank]
     layers = megatron_layers(weights, sizes, row, at["pp"])
     if not row.cut:

@@ -25,7 +25,7 @@ from stretto.sync.views import Views, copy
 Locals = dict[int, dict[str, Tensor]]
 CPU = torch.device("cpu")
 
-few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def held(weights: WeightMap, side: Side, ranks: int, values: Values) -> Locals:
@@ -44,15 +44,14 @@ def blank(layout: Layout) -> Locals:
     }
 
 
-def stored(weights: WeightMap, side: Side, values: Values) -> tuple[Values, Values]:
-    """The values as a side has them (rounded once to its dtype), and what they say of the checkpoint's."""
+def stored(weights: WeightMap, side: Side, values: Values) -> Values:
+    """The values as a side has them: with what it adds, rounded once to its dtype."""
     shift = added(weights, side)
     fixed = {name: piece.dtype for row in weights.rows for name, piece in _named(row)}
-    inside = {
+    return {
         name: (value + shift.get(name, 0.0)).to(getattr(torch, fixed[name] or side.dtype)).float()
         for name, value in values.items()
     }
-    return inside, {name: value - shift.get(name, 0.0) for name, value in inside.items()}
 
 
 def arriving(weights: WeightMap, source: Side, target: Side, inside: Values) -> Values:
@@ -139,7 +138,7 @@ def test_a_plan_fills_every_element_with_the_right_number(journey: tuple[WeightM
     weights, begin, end = journey
     atoms = Atoms.of(weights)
     source, target = begin.layout(atoms), end.layout(atoms)
-    inside, _ = stored(weights, begin, random_values(weights))
+    inside = stored(weights, begin, random_values(weights))
     filled = in_one_process(source, target, held(weights, begin, source.ranks, inside))
     expected = held(weights, end, target.ranks, arriving(weights, begin, end, inside))
     assert {rank: same(filled[rank], expected[rank]) for rank in filled} == {rank: [] for rank in filled}
@@ -164,7 +163,7 @@ def test_so_it_does_over_many_processes_in_buckets(
         "mixed": [rank * 2 for rank in range(target.ranks)],
     }[where]
     plan = Plan.of(source, target, at)
-    inside, _ = stored(weights, begin, random_values(weights))
+    inside = stored(weights, begin, random_values(weights))
     filled = blank(target)
     with mock.patch.object(program_module, "_ALONE", alone):
         in_buckets(plan, held(weights, begin, source.ranks, inside), filled, bucket_bytes)
@@ -178,14 +177,14 @@ def test_gathering_and_then_chunking_changes_nothing(journey: tuple[WeightMap, S
     weights, side = journey
     atoms = Atoms.of(weights)
     layout, whole = side.layout(atoms), Side("checkpoint", dtype="float32").layout(atoms)
-    shifted = any(added(weights, side).values())
-    tensors = held(weights, side, layout.ranks, stored(weights, side, random_values(weights))[0])
+    shift = added(weights, side)
+    tensors = held(weights, side, layout.ranks, stored(weights, side, random_values(weights)))
     again = in_one_process(whole, layout, in_one_process(layout, whole, tensors))
     for rank, expected in tensors.items():
-        if not shifted:
+        if not any(shift.values()):
             assert same(again[rank], expected) == []
-        for name, one in expected.items():  # w + 1 - 1 loses bits, of which rounding once more gives none back
-            torch.testing.assert_close(again[rank][name], one, rtol=1e-2, atol=1e-6, equal_nan=True)
+        for name, one in expected.items():  # less one and then one more may lose a bit in float32
+            torch.testing.assert_close(again[rank][name], one, rtol=0, atol=1e-6, equal_nan=True)
 
 
 @few

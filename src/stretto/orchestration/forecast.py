@@ -17,12 +17,13 @@ from stretto.data.sources import FILES, read_rows
 from stretto.memory import available_memory
 from stretto.models import checkpoint as models
 from stretto.models.smollm2 import INSTALL, cache_directory
-from stretto.orchestration.footprint import Cut, Footprint, Slabs, footprint, passes, slabs
+from stretto.orchestration.footprint import Cut, Footprint, Slabs, footprint, passes, replicas, slabs
 from stretto.orchestration.live import Model, check_lengths
 from stretto.sync.coordinates import atoms_of
 from stretto.world import World
 
 _GIB = 2**30
+_UNKNOWN = "Memory: not known"
 
 
 class Sizes(NamedTuple):
@@ -38,9 +39,11 @@ def dry_run(config: RunConfig) -> str:
     """The resolved configuration, the shapes of one step and a forecast of memory, as a run file with comments.
 
     Speaks of the processes that the environment (torchrun's WORLD_SIZE) describes. Raises ValueError for a model or
-    data that is not there, for a model without a weight map that it needs, and for prompts that do not fit.
+    data that is not there, for a model without a weight map that it needs, for prompts that do not fit, and for sizes
+    of the trainer that do not make up those processes.
     """
     world = _world()
+    sharing = replicas(config, world.size)
     model = _model(config.model.path)
     if model is not None:
         atoms_of(model, config.model.map)
@@ -55,15 +58,10 @@ def dry_run(config: RunConfig) -> str:
         config.engine.max_sequences,
     )
     # The processes of a replica put their samples together.
-    replicas = max(1, world.size // (config.trainer.tp * config.trainer.pp))
-    micro = passes(config, ceil(config.rollout.prompts_per_step / replicas), sizes.longest_train)
+    micro = passes(config, ceil(config.rollout.prompts_per_step / sharing), sizes.longest_train)
     lines = ["", *_shape_lines(config, world, sizes, training, micro), ""]
     if model is None:
-        lines.append(
-            f"Memory: not known, since {config.model.path} is not here yet; {_how_it_comes(config.model.path)}"
-        )
-    elif config.trainer.backend == "megatron":
-        lines.append("Memory: not known, since there is a forecast for the fsdp trainer alone")
+        lines.append(f"{_UNKNOWN}, since {config.model.path} is not here yet; {_how_it_comes(config.model.path)}")
     else:
         largest = max(training, _evaluation(config, world, sizes), key=lambda one: one.tokens)
         lines += _memory_lines(footprint(model, config, world, largest, micro), world)
@@ -159,17 +157,20 @@ def _shape_lines(config: RunConfig, world: World, sizes: Sizes, batch: Slabs, mi
     return ["One step:", *(f"  {name:<16} {text}" for name, text in rows)]
 
 
-def _memory_lines(forecast: Footprint, world: World) -> list[str]:
+def _memory_lines(forecast: Footprint | None, world: World) -> list[str]:
     """The forecast in GiB, beside what this machine (or device) has left."""
-    lines = ["Memory of one process, in GiB:"]
+    if forecast is None:
+        return [f"{_UNKNOWN}, since no weight map says which weights of this family are on which Megatron rank"]
+    lines = ["Memory of the largest process, in GiB:"]
     phases = (
         ("always", forecast.standing),
         ("while generating", forecast.rollout),
         ("while training", forecast.training),
+        ("while updating", forecast.update),
     )
     for phase, parts in phases:
-        lines += [f"  {name:<16} {size / _GIB:8.3f}  {phase}" for name, size in parts.items()]
-    lines.append(f"  {'total':<16} {forecast.total / _GIB:8.3f}  at the same time")
+        lines += [f"  {name:<17} {size / _GIB:8.3f}  {phase}" for name, size in parts.items()]
+    lines.append(f"  {'total':<17} {forecast.total / _GIB:8.3f}  at the same time")
     shared = 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     need, free = forecast.total * shared, _available(world)
     if free is None:

@@ -14,7 +14,8 @@ def meeting(start: Ints, size: Ints, other_start: Ints, other_size: Ints) -> tup
     for factor in range(start.shape[1]):
         meet &= start[:, None, factor] < other_stop[None, :, factor]
         meet &= other_start[None, :, factor] < stop[:, None, factor]
-    return np.nonzero(meet)
+    box, other = np.nonzero(meet)
+    return box, other
 
 
 def repeated(count: Ints) -> tuple[Ints, Ints]:

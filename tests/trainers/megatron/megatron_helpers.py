@@ -96,29 +96,19 @@ def parameters_of(trainer: Any) -> Iterator[tuple[str, str, Any]]:
             yield f"vp{chunk}.{local}" if many else local, single, parameter
 
 
-def cut_like(parameter: Any, whole: Tensor) -> Tensor:
-    """The part of a whole tensor that a parameter of this rank holds; vocabularies are padded with zeros."""
-    if (dim := split_dim(parameter)) is None:
+def cut_like(name: str, parameter: Any, whole: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank's parameter holds; vocabularies are padded with zeros."""
+    from megatron.core import parallel_state as state
+
+    if not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    rank, size = split_ranks(parameter)
-    missing = parameter.shape[dim] * size - whole.shape[dim]
-    if missing:
+    group: Any = state.get_tensor_model_parallel_group()
+    if "local_experts" in name:
+        group = state.get_expert_tensor_parallel_group()
+    dim, rank, size = parameter.partition_dim, group.rank(), group.size()
+    if missing := parameter.shape[dim] * size - whole.shape[dim]:
         whole = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
     return torch.cat(whole.chunk(size * parameter.partition_stride, dim)[rank::size], dim)
-
-
-def split_dim(parameter: Any) -> int | None:
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-
-
-def split_ranks(parameter: Any) -> tuple[int, int]:
-    """Rank and size of the tensor-parallel group of the parameter."""
-    from megatron.core import parallel_state
-
-    state: Any = parallel_state
-    if getattr(parameter, "allreduce", True):
-        return state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
-    return state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
 
 
 def mine(world: World, batch: Batch) -> Batch:

@@ -119,7 +119,7 @@ def part_of_gradient(world: World, setup: Setup, batch: Batch, expected: Mapping
     with setup.trainer(world) as trainer:
         own = mine(world, batch)
         loss, found = gradient(trainer, own)
-        here = {name: cut_like(parameter, expected[name]) for _, name, parameter in parameters_of(trainer)}
+        here = {name: cut_like(name, parameter, expected[name]) for _, name, parameter in parameters_of(trainer)}
         return {"loss": loss, "worst": worst(found, here), "metrics": dict(trainer.step(own).metrics)}
 
 

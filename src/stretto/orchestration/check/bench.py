@@ -21,6 +21,7 @@ from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import EngineSizes, checkpoint_layout, engine_layout, fsdp_layout, megatron_layout
 from stretto.sync.publication import Publisher
 from stretto.trainers import Trainer
+from stretto.trainers.base import Streaming
 from stretto.types import Rollout, Version
 from stretto.world import World, local_part
 
@@ -79,9 +80,19 @@ class Bench:
         return checkpoint_layout(self.atoms, dtype)
 
     def trainer_layout(self) -> Layout:
-        """The trainer's, from the map and the sizes alone."""
+        """What the trainer publishes, from the map and the sizes alone; of one that streams, its stream's."""
+        if isinstance(getattr(self, "trainer", None), Streaming):
+            return self.trainer.layout()
         if self.settings.trainer == "fsdp":
             return fsdp_layout(self.atoms, "float32", self.world.size)
+        return megatron_layout(self.atoms, self.settings.dtype, self.settings.megatron)
+
+    def local_layout(self) -> Layout | None:
+        """Of the trainer's local tensors: its own, or the weight map's when it only streams; None when no map knows."""
+        if not isinstance(self.trainer, Streaming):
+            return self.trainer.layout()
+        if self.atoms.weights.megatron is None:
+            return None
         return megatron_layout(self.atoms, self.settings.dtype, self.settings.megatron)
 
     def engine_layout(self) -> Layout:

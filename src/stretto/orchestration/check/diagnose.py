@@ -38,6 +38,8 @@ def classify(case: Case) -> tuple[str, str]:
     found, expected = torch.where(known, found, 0), torch.where(known, expected, 0)
     wrong = found != expected
     evidence = _evidence(case.name, found, expected, wrong)
+    if not wrong.any():
+        return "wrong dtype", evidence
     kind = (
         _stale(case, found, wrong)
         or _unwritten(found, expected, wrong)
@@ -46,7 +48,7 @@ def classify(case: Case) -> tuple[str, str]:
         or _moved(case, found.float(), expected.float())
         or _another(case, found)
         or _scaled(found.float(), expected.float())
-        or ("dtype differs" if found.dtype != expected.dtype else "other values")
+        or "other values"
     )
     return kind, evidence
 

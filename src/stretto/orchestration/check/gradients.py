@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.orchestration.check.compare import of_gradients
 from stretto.sync.files import export
+from stretto.sync.layout import Layout
 from stretto.sync.layouts import checkpoint_layout
 from stretto.trainers import Trainer
 from stretto.trainers.stepping import SteppingTrainer
@@ -32,9 +33,9 @@ def local_gradient(trainer: Trainer, batch: Batch) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in found.items()} | zeros
 
 
-def write_gradient(trainer: Trainer, gradient: Mapping[str, Tensor], directory: Path, world: World) -> None:
-    """Write a gradient to files as if it were the weights. All ranks call; the first one writes."""
-    layout = of_gradients(trainer.layout())
+def write_gradient(layout: Layout, gradient: Mapping[str, Tensor], directory: Path, world: World) -> None:
+    """Write a gradient, by the layout of its weights, to files as if it were them. All ranks call; the first writes."""
+    layout = of_gradients(layout)
     target = of_gradients(checkpoint_layout(layout.atoms, "float32"))
     if world.first:
         directory.mkdir()

@@ -37,6 +37,8 @@ def check(settings: CheckSettings, *, worker: Sequence[str] = _WORKER, deadline_
         raise ValueError("stretto check starts the ranks it needs: start it without torchrun")
     if torch.cuda.is_available() and settings.ranks > torch.cuda.device_count():
         raise ValueError(f"{settings.title()} needs {settings.ranks} GPUs and {torch.cuda.device_count()} are here")
+    if settings.map_file is not None and not Path(settings.map_file).is_file():
+        raise ValueError(f"--map {settings.map_file} is not a file")
     with tempfile.TemporaryDirectory(prefix="stretto-check-") as scratch:
         work = Path(scratch)
         probe = make_probe(settings.model, work, dtype=settings.dtype, layers=settings.layers, stages=settings.stages)
@@ -80,9 +82,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _together(job: Job, log: Path) -> Report:
-    """The first rank's report, or that of a rank that raised."""
-    found = [_read(report_file(job.work, rank)) for rank in range(job.settings.ranks)]
-    reports = [one for one in found if one is not None]
+    """The first rank's report, or that of the rank which raised first: others then fail for the want of it."""
+    files = [file for rank in range(job.settings.ranks) if (file := report_file(job.work, rank)).is_file()]
+    reports = [one for file in sorted(files, key=lambda one: one.stat().st_mtime_ns) if (one := _read(file))]
     chosen = next((one for one in reports if not one.passed), reports[0] if reports else None)
     if chosen is None or (chosen.passed and len(chosen.rungs) < len(LADDER)):
         raise RunError(f"the ranks ended without a report; the last they said:\n{_tail(log)}")
@@ -96,7 +98,7 @@ def _together(job: Job, log: Path) -> Report:
 def _read(file: Path) -> Report | None:
     try:
         return Report.from_dict(json.loads(file.read_text()))
-    except (OSError, json.JSONDecodeError):  # not begun, or it died while it wrote
+    except json.JSONDecodeError:  # it died while it wrote
         return None
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from stretto.orchestration.check.bench import Bench
 from stretto.orchestration.check.report import Failure, Outcome
-from stretto.orchestration.footprint import footprint, passes, slabs
+from stretto.orchestration.footprint import Footprint, footprint, passes, replicas, slabs
 
 FACTOR = 3.0
 """How far above its forecast a process may be: allocators keep what was freed, and a check holds copies of its own."""
 _MIB = 2**20
 _PROCESS = "process"
+_PROMPT = 12
+"""Tokens of the longest prompt."""
 
 
 def forecast(bench: Bench) -> Outcome:
-    """Seen over forecast. Only more than so many times the forecast is a failure."""
-    if bench.settings.trainer != "fsdp" or bench.engine is None:
-        return Outcome("skipped", "there is a forecast for the fsdp trainer with the embedded engine alone")
-    config = bench.config
-    prompt, groups = 12, config.rollout.prompts_per_step
-    largest = slabs(groups, config.rollout.samples_per_prompt, prompt, config.rollout.max_new_tokens, groups * 2)
-    said = footprint(bench.probe.directory, config, bench.world, largest, passes(config, groups, prompt))
+    """Seen over forecast, of the ranks with the most. Only more than so many times the forecast is a failure."""
+    if bench.engine is None:
+        return Outcome("skipped", "there is a forecast for the embedded engine alone")
+    said = _said(bench)
+    if said is None:
+        return Outcome("skipped", "no weight map says which weights of this family are on which Megatron rank")
     own = sum(part for name, part in said.standing.items() if name.endswith("weights"))
     process = bench.base_bytes if bench.world.device.type != "cuda" else 0
     expected = said.total - said.standing[_PROCESS] + process + own
@@ -31,3 +34,12 @@ def forecast(bench: Bench) -> Outcome:
     if ratio <= FACTOR:
         return Outcome("pass", text, ratio, FACTOR)
     return Outcome("fail", text, ratio, FACTOR, Failure(None, "the forecast is too low", text))
+
+
+def _said(bench: Bench) -> Footprint | None:
+    """The forecast for the check's own step and samples."""
+    config, world = bench.config, bench.world
+    groups = config.rollout.prompts_per_step
+    largest = slabs(groups, config.rollout.samples_per_prompt, _PROMPT, config.rollout.max_new_tokens, groups * 2)
+    micro = passes(config, ceil(groups / replicas(config, world.size)), _PROMPT)
+    return footprint(bench.probe.directory, config, world, largest, micro)

@@ -20,6 +20,7 @@ from stretto.orchestration.check.reference import Reference
 from stretto.orchestration.check.report import Failure, Outcome
 from stretto.orchestration.check.samples import scored_rollouts, training_batch, with_logprobs
 from stretto.sync.files import CheckpointFiles
+from stretto.sync.layout import Layout
 from stretto.types import Batch, Rollout
 from stretto.world import local_part
 
@@ -70,14 +71,15 @@ def _expected(bench: Bench, rollouts: Sequence[Rollout]) -> list[float]:
 
 def _fill_padding(bench: Bench) -> str | None:
     """Set the rows of the vocabulary that are padding to a huge value; names one that has some, on any rank."""
-    padded = None
-    tensors = bench.trainer.weights()
+    padded, layout, tensors = None, bench.local_layout(), bench.trainer.weights()
+    if layout is None:
+        return None
     source = bench.files_layout(stored_dtype(bench.probe.directory))
     with CheckpointFiles(bench.probe.directory) as files:
-        scratch = Filler(source, bench.trainer.layout(), bench.world.rank).scratch(tensors, files.read)
+        scratch = Filler(source, layout, bench.world.rank).scratch(tensors, files.read)
     for name, known in scratch.items():
         if (empty := known.isnan()).any():
-            padded = ", ".join(checkpoint_names(bench.trainer.layout(), name))
+            padded = ", ".join(checkpoint_names(layout, name))
             with torch.no_grad():
                 local_part(tensors[name].detach())[empty] = _HUGE
     return next((name for name in bench.world.gather(padded) if name), None)
@@ -87,7 +89,9 @@ def search(
     bench: Bench, rollouts: Sequence[Rollout], expected: Sequence[float], measured: float, bound: float
 ) -> Failure:
     """Which change of the checkpoint makes the trainer right: all ranks try the same ones, in order."""
-    layout, weights = bench.trainer.layout(), bench.atoms.weights
+    layout, weights = bench.local_layout(), bench.atoms.weights
+    if layout is None:
+        return Failure(None, "the model is built otherwise", "no weight map says which tensor is which")
     tensors, nearest = bench.trainer.weights(), (measured, "none")
     tried = 0
     with CheckpointFiles(bench.probe.directory) as files:
@@ -125,17 +129,20 @@ def _difference_under(
 
 def gradients(bench: Bench) -> Outcome:
     """The gradient of one batch, parameter by parameter, in the checkpoint's coordinates."""
+    layout = bench.local_layout()
+    if layout is None:
+        return Outcome("skipped", "no weight map says which gradient is of which parameter")
     batch = training_batch(bench.tokens)
     values = bench.world.from_first(bench.reference.logprobs(batch.rollouts) if bench.reference else None)
     batch = Batch(with_logprobs(batch.rollouts, values), batch.advantages)
     mine = slice(bench.world.rank, None, bench.world.size)
     found = local_gradient(bench.trainer, Batch(batch.rollouts[mine], batch.advantages[mine]))
     theirs, ours = bench.work / "gradient-transformers", bench.work / "gradient-trainer"
-    write_gradient(bench.trainer, found, ours, bench.world)
+    write_gradient(layout, found, ours, bench.world)
     outcome = _compare(bench, batch, theirs, ours) if bench.world.first else None
     bench.reference = None
     outcome = bench.world.from_first(outcome)
-    if outcome.status == "pass" and (failure := _copies_differ(bench, found, ours)):
+    if outcome.status == "pass" and (failure := _copies_differ(bench, of_gradients(layout), found, ours)):
         outcome = Outcome("fail", f"{failure.parameter}: {failure.kind}", failure=failure)
     if bench.world.first:
         shutil.rmtree(theirs)
@@ -179,9 +186,8 @@ def _worst(
     return Outcome("fail", f"{worst}: gradient {off:.1e} off (bound {bound:.1e})", off, bound, failure)
 
 
-def _copies_differ(bench: Bench, found: Mapping[str, Tensor], directory: Path) -> Failure | None:
+def _copies_differ(bench: Bench, layout: Layout, found: Mapping[str, Tensor], directory: Path) -> Failure | None:
     """Every rank's copy of a gradient must be the one that was compared: else replicas would drift apart."""
-    layout = of_gradients(bench.trainer.layout())
     failure = None
     with CheckpointFiles(directory) as files:
         scratch = Filler(of_gradients(bench.files_layout()), layout, bench.world.rank).scratch(found, files.read)

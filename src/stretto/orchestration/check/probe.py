@@ -57,6 +57,8 @@ def make_probe(model: str, work: Path, *, dtype: str, layers: int, stages: int) 
     """
     with quiet():
         config = read_config(model)
+        if stages > (of := config.get_text_config().num_hidden_layers):
+            raise ValueError(f"{stages} pipeline stages (pp x vpp) are more than the {of} layers of {model}")
         own = _with_weights(model)
         if own is not None and not layers and (count := _count(config)) <= WHOLE_PARAMETERS:
             _check_memory(count, model)
@@ -105,8 +107,8 @@ def cut(config: Any, layers: int, stages: int) -> tuple[Any, int, int]:
     text = config.get_text_config()
     of = text.num_hidden_layers
     kept = layers or min(of, max(2, stages, _last_new_kind(config, text) + 1))
-    if kept > of:
-        raise ValueError(f"--layers {kept} is more than the model's {of}")
+    if not stages <= kept <= of:
+        raise ValueError(f"--layers {kept} must be at least the {stages} pipeline stages and at most the model's {of}")
     for name, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == of and name.startswith(("layer", "no_rope")):
             setattr(text, name, value[:kept])

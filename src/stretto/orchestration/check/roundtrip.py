@@ -90,7 +90,9 @@ def trainer_holds(
 
     `rounded` allows tensors to which something was added and taken away again a rounding.
     """
-    layout, tensors = bench.trainer.layout(), bench.trainer.weights()
+    layout, tensors = bench.local_layout(), bench.trainer.weights()
+    if layout is None:
+        return None
     source = bench.files_layout(stored_dtype(bench.probe.directory))
     scratch = Filler(source, layout, bench.world.rank).scratch(tensors, read.__getitem__)
     shifted = shifted_tensors(layout) if rounded else set()
@@ -108,7 +110,8 @@ def trainer_holds(
 
 def files_hold(bench: Bench, directory: Path, read: Mapping[str, Tensor]) -> Failure | None:
     """What the exported files have other than the checkpoint `read`, after a trainer's dtype and its +1."""
-    layout, target = bench.trainer.layout(), bench.files_layout()
+    target = bench.files_layout()
+    layout = bench.local_layout() or target
     with CheckpointFiles(directory) as files:
         found = FileTensors(files)
         for name in target.local(0):

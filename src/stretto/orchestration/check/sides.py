@@ -35,8 +35,9 @@ def family(bench: Bench) -> Outcome:
         load_map_file(Path(settings.map_file))
     kind = type(load_config(bench.probe.directory)).__name__
     found = claims(bench.hf_config)
-    if not found and (settings.trainer == "megatron" or settings.engine != "embedded"):
-        who = "the megatron trainer" if settings.trainer == "megatron" else settings.engine
+    raw = settings.trainer == "megatron" and settings.names == "raw"
+    if not found and (raw or settings.engine != "embedded"):
+        who = "the megatron trainer with raw names" if raw else settings.engine
         why = f"no weight map claims {kind}, and {who} needs one: `stretto new-model {settings.model}` begins it"
         return Outcome("fail", why, failure=Failure(None, "no weight map", why))
     try:
@@ -44,11 +45,11 @@ def family(bench: Bench) -> Outcome:
     except ValueError as error:
         return Outcome("fail", str(error), failure=Failure(None, "the weight map cannot be made", str(error)))
     weights = bench.atoms.weights
-    if settings.trainer == "megatron" and weights.megatron is None:
+    if raw and weights.megatron is None:
         why = f"Megatron-Core has no model of the family {weights.family}; use --trainer fsdp"
         return Outcome("fail", why, failure=Failure(None, "no Megatron model", why))
     if not found:
-        return Outcome("pass", f"no map claims {kind}: every tensor is itself, which fsdp and embedded can do with")
+        return Outcome("pass", f"no map claims {kind}: every tensor is itself, which is enough here")
     where = f"{found[0].__module__}.{found[0].__qualname__}"
     return Outcome("pass", f"{weights.family} ({where}): {len(weights.rows)} rows, {len(bench.atoms.names)} tensors")
 
@@ -65,10 +66,9 @@ def mapped(bench: Bench) -> Outcome:
             bench.late = str(error)
             return Outcome("pass", "the checkpoint has what its layout says; the trainer's plan is looked at next")
         return _unlike("the trainer", str(error).splitlines())
-    layout = bench.trainer.layout()
-    if lines := tensor_differences(layout, bench.world.rank, bench.trainer.weights()):
+    layout, tensors = bench.local_layout(), len(bench.trainer.weights())
+    if layout is not None and (lines := tensor_differences(layout, bench.world.rank, bench.trainer.weights())):
         return _unlike(layout.title, lines)
-    tensors = len(layout.local(bench.world.rank))
     if bench.settings.engine != "embedded":
         said = f"{tensors} tensors of the trainer; those of a live {bench.settings.engine} are not looked at yet (next)"
         return Outcome("pass", said)
@@ -112,9 +112,11 @@ def _file_differences(bench: Bench, layout: Layout) -> list[str]:
 
 
 def _unlike_names(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:
+    """Two-sided; the nearest candidates are among those that the other side has alone, when there are any."""
+    missing, surplus = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     return [
-        *differences("the layout has", sorted(set(expected) - set(found)), found),
-        *differences("the layout does not have", sorted(set(found) - set(expected)), expected),
+        *differences("the layout has", missing, surplus or found),
+        *differences("the layout does not have", surplus, missing or expected),
     ]
 
 
@@ -134,6 +136,8 @@ def _unlike(who: str, lines: Sequence[str]) -> Outcome:
 
 def _likely(text: str) -> str:
     """What a list of differences looks like."""
+    if _NAMED.search(text) is None:
+        return "it cannot be built"
     if _SAYS not in text:
         if "layout does not have" in text and "the layout has" in text:
             return "another name"
@@ -150,7 +154,8 @@ def planned(bench: Bench) -> Outcome:
     names = bench.atoms.names
     try:
         trainer, engine = bench.trainer_layout(), bench.engine_layout()
-        load = Plan.of(bench.files_layout(), trainer, [0] * trainer.ranks, [0])
+        local = trainer if bench.late is not None else bench.local_layout() or trainer
+        load = Plan.of(bench.files_layout(), local, [0] * local.ranks, [0])
         embedded = bench.settings.engine == "embedded"
         sync = Plan.of(trainer, engine, range(bench.world.size) if embedded else None)
     except ValueError as error:
