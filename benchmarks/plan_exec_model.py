@@ -176,7 +176,7 @@ def _build(config: Any, sizes: MegatronSizes, world: World) -> tuple[list[Any], 
 
         options = weight_map(config).megatron or {}
         dtype = getattr(torch, DTYPE)
-        return build_model(config, sizes, options, dtype=dtype, device=world.device, initialize=False), ""
+        return build_model(config, sizes, options, dtype=dtype, device=world.device), ""
     except Exception as error:  # any version of Megatron may fail in its own way; the result says that it did
         traceback.print_exc()
         return [], f"{type(error).__name__}: {error}"

@@ -31,8 +31,32 @@ def test_every_declared_requirement_is_looked_at() -> None:
         "tensorboard",
         "wandb",
         "demo",
+        "megatron",
     }
     assert {requirement.package for requirement in requirements()} <= {check.part for check in report()}
+
+
+@pytest.mark.parametrize(
+    ("requirement", "purpose"),
+    [
+        (Requirement("megatron-core", "0.16", "megatron"), 'trainer.backend = "megatron"'),
+        (Requirement("einops", "0.8", "megatron"), 'trainer.names = "bridge"'),
+    ],
+)
+def test_packages_of_megatron_say_what_they_are_for(
+    monkeypatch: pytest.MonkeyPatch, requirement: Requirement, purpose: str
+) -> None:
+    monkeypatch.setattr(doctor, "requirements", lambda: [requirement])
+    (check,) = (check for check in report() if check.part == requirement.package)
+    assert f"(for {purpose})" in check.found
+
+
+def test_a_missing_bridge_has_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.bridges, "installed_bridges", lambda: None)
+    (check,) = (check for check in report() if check.part == "megatron-bridge")
+    assert not check.ok
+    assert not check.required
+    assert check.fix == "pip install --no-deps megatron-bridge"
 
 
 @pytest.mark.parametrize(

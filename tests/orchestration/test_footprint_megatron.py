@@ -20,11 +20,15 @@ from megatron_helpers import BATCH, DENSE, EXPERTS, mine, write_models  # noqa: 
 from trainer_ranks import Ranks  # noqa: E402
 
 from stretto.config import RunConfig, load_config  # noqa: E402
-from stretto.orchestration.footprint import Cut, Footprint, footprint, passes, slabs  # noqa: E402
+from stretto.orchestration.footprint import Cut, Footprint, footprint, slabs  # noqa: E402
+from stretto.orchestration.footprint.megatron import under_way  # noqa: E402
+from stretto.orchestration.forecast import dry_run  # noqa: E402
+from stretto.sync.parallel import MegatronSizes  # noqa: E402
 from stretto.world import World  # noqa: E402
 
 SMALL = slabs(2, 2, 2, 2, 8)
 ONE_ROW = Cut(1, 8, 4, 1)
+SAMPLES = range(5)
 HIDDEN, MLP, VOCABULARY, QUERY, KEY, HEAD, LAYERS = 32, 48, 97, 32, 16, 8, 4
 """Of `megatron_helpers.write_models`."""
 
@@ -173,8 +177,8 @@ def test_buckets_are_there_when_bytes_travel(
     assert real <= expected <= 4 * real
 
 
-def kept(world: World, model: Path, config: RunConfig) -> int:
-    """A job: the bytes that this rank's chunks keep for the backward pass of BATCH, one micro-batch after another."""
+def kept(world: World, model: Path, config: RunConfig) -> tuple[Cut, int]:
+    """A job: a micro-batch, and the bytes that this rank's layers keep for its backward pass."""
     from stretto.trainers.megatron.passes import _headless
 
     saved: dict[int, torch.Tensor] = {}
@@ -187,20 +191,113 @@ def kept(world: World, model: Path, config: RunConfig) -> int:
             return tensor
 
         (chunk,) = trainer._models
-        (micro,) = trainer._cut(trainer._passes, BATCH.rollouts, ROLLOUTS)
+        (micro,) = trainer._cut(trainer._passes, BATCH.rollouts, SAMPLES)
         with _headless(chunk), torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
             chunk(micro.input_ids_BL, micro.position_ids_BL, None)
-        return micro.input_ids_BL.shape, sum(one.untyped_storage().nbytes() for one in saved.values())
-ROLLOUTS=[0,1,2,3,4]
-@pytest.mark.parametrize("kind", [DENSE, EXPERTS])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"ep": 2}])
-def test_activations(four: Ranks, alone: Ranks, models: dict[str, Path], tmp_path: Path, kind, dtype, sizes) -> None:
-    if kind==EXPERTS and sizes == {"tp": 2} or kind == DENSE and "ep" in sizes: pytest.skip()
-    config = config_for(tmp_path, models[kind], sizes | {"dtype": dtype, "micro_batch_tokens": 2000})
-    if sizes: ranks = four.run(kept, models[kind], config)
-    else: ranks = alone.run(kept, models[kind], config)
-    shape=ranks[0][0]
-    cut = Cut(shape[0], shape[1], 4, 1)
-    found = one_forecast(alone, models[kind], 4 if sizes else 1, config, cut).training["activations"]
-    print("ACT", kind, dtype, sizes, found, ranks, found/max(r[1] for r in ranks))
+    return Cut(*micro.input_ids_BL.shape, 4, 1), sum(one.untyped_storage().nbytes() for one in saved.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        (DENSE, {"tp": 2}),
+        (DENSE, {"tp": 2, "dtype": "bfloat16"}),
+        (DENSE, {"tp": 2, "sequence_parallel": True}),
+        (EXPERTS, {"tp": 2, "sequence_parallel": True, "dtype": "bfloat16"}),
+        (EXPERTS, {"ep": 2}),
+    ],
+)
+def test_activations_are_what_the_real_layers_keep(
+    four: Ranks, alone: Ranks, models: dict[str, Path], tmp_path: Path, kind: str, sizes: dict[str, Any]
+) -> None:
+    config = config_for(tmp_path, models[kind], sizes | {"micro_batch_tokens": 2000})
+    found = four.run(kept, models[kind], config)
+    micro, real = found[0][0], max(size for _, size in found)
+    expected = one_forecast(alone, models[kind], 4, config, micro).training["activations"]
+    assert 0.95 * real < expected < 1.2 * real
+
+
+def deepest(world: World, model: Path, config: RunConfig, count: int) -> tuple[int, int]:
+    """A job: how many of `count` micro-batches, of each chunk apart, this rank had under way; and its stage."""
+    from megatron.core import parallel_state
+
+    with trainer_of(world, model, config) as trainer:
+        passes, now, most = trainer._passes, 0, 0
+        forward = passes._forward
+
+        def counted(*args: Any) -> tuple[torch.Tensor, Any]:
+            nonlocal now, most
+            hidden, finish = forward(*args)
+            now += 1
+            most = max(most, now)
+            hidden.register_hook(back)
+            return hidden, finish
+
+        def back(_: torch.Tensor) -> None:
+            nonlocal now
+            now -= 1
+
+        passes._forward = counted
+        passes.run(passes.fillers()[:1] * count, lambda _, logprobs, __: logprobs.sum(), backward=True)
+        return most, parallel_state.get_pipeline_model_parallel_rank()
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 4}, {"pp": 2, "vpp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("count", [2, 6])
+def test_as_many_micro_batches_are_under_way_as_the_schedule_has(
+    four: Ranks, models: dict[str, Path], tmp_path: Path, sizes: dict[str, int], count: int
+) -> None:
+    real = MegatronSizes(**sizes, dp=4 // sizes["pp"])
+    config = config_for(tmp_path, models[DENSE], sizes, algorithm={"kl_coef": 0.0})
+    for most, stage in four.run(deepest, models[DENSE], config, count):
+        assert most <= under_way(real, stage, count) * real.vpp <= most + 1
+
+
+def said(_: World, config: RunConfig, ranks: int) -> str:
+    """A job: the dry run of a process of so many, or why there is none."""
+    os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        return dry_run(config)
+    except ValueError as error:
+        return f"refused: {error}"
+    finally:
+        del os.environ["WORLD_SIZE"]
+
+
+def test_a_dry_run_knows_the_memory_and_puts_the_samples_of_a_replica_together(
+    alone: Ranks, tiny_model: Path, tmp_path: Path
+) -> None:
+    (text,) = alone.run(said, config_for(tmp_path, tiny_model, {"tp": 2}), 4)
+    assert "8 rows x 17 tokens" in text, "two of four groups, of four samples each"
+    for part in ("weights", "gradients", "optimizer", "engine weights", "transfer buffers", "activations", "total"):
+        assert f"#   {part} " in text
+
+
+@pytest.mark.parametrize(
+    ("trainer", "ranks", "why"),
+    [
+        ({"tp": 2}, 3, "trainer.tp = 2 x trainer.pp = 1 does not divide the 3 processes of the run"),
+        ({"tp": 4}, 4, "tp = 4 does not divide the 2 key-value heads"),
+        ({"pp": 4}, 4, "3 layers leave one of 4 stages empty"),
+        ({"ep": 2}, 2, "llama has no experts"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_trainer_refuses(
+    alone: Ranks, tiny_model: Path, tmp_path: Path, trainer: dict[str, Any], ranks: int, why: str
+) -> None:
+    (text,) = alone.run(said, config_for(tmp_path, tiny_model, trainer), ranks)
+    assert text.startswith("refused: ")
+    assert why in text
+
+
+def rung(world: World, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A job: the last rung of a check."""
+    from check_cases import report_of
+
+    return report_of(world, "llama", directory, settings, None)["rungs"][-1]
+
+
+def test_the_check_holds_the_forecast_against_what_was_seen(four: Ranks, tmp_path: Path) -> None:
+    for found in four.run(rung, tmp_path, {"trainer": "megatron", "tp": 2, "pp": 2}):
+        assert (found["name"], found["status"]) == ("memory", "pass"), found
+        assert 0.5 < found["measured"] < found["bound"]

@@ -17,16 +17,18 @@ _FIRST_RESPONSE_CAPACITY = 64
 
 @dataclass
 class Slab:
-    """Keys and values of one layer, [rows, K, tokens, D] each; rows ``< used`` are live."""
+    """Keys and values of one layer, [rows, K, tokens, D] each (D of values may be another); rows ``< used`` are live."""
 
     keys: Tensor
     values: Tensor
 
     @classmethod
-    def zeros(cls, rows: int, heads: int, tokens: int, size: int, like: Tensor) -> Slab:
-        """Memory of `like`'s dtype and device. Zeros, since a masked value is multiplied by 0 and must not be NaN."""
-        shape = (rows, heads, tokens, size)
-        return cls(like.new_zeros(shape), like.new_zeros(shape))
+    def zeros(cls, rows: int, tokens: int, key: Tensor, value: Tensor) -> Slab:
+        """Memory for heads like those of `key` and `value`, whose second axis are heads.
+
+        Zeros, since a masked value is multiplied by 0 and must not be NaN.
+        """
+        return cls(*(one.new_zeros(rows, one.shape[1], tokens, one.shape[-1]) for one in (key, value)))
 
     def move(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` of row `source` over row `target`."""
@@ -35,8 +37,8 @@ class Slab:
 
     def grown(self, tokens: int) -> Slab:
         """A copy with room for `tokens` a row."""
-        rows, heads, old, size = self.keys.shape
-        new = Slab.zeros(rows, heads, tokens, size, self.keys)
+        rows, _, old, _ = self.keys.shape
+        new = Slab.zeros(rows, tokens, self.keys, self.values)
         new.keys[:, :, :old] = self.keys
         new.values[:, :, :old] = self.values
         return new
@@ -59,7 +61,7 @@ class PrefillStep:
             x[0].transpose(0, 1)[self.gather_GP].transpose(1, 2) for x in (query, key, value)
         )
         if layer not in self.slabs:
-            self.slabs[layer] = Slab.zeros(self.rows, key.shape[1], self.capacity, key.shape[-1], key)
+            self.slabs[layer] = Slab.zeros(self.rows, self.capacity, key, value)
         slab, groups, length = self.slabs[layer], *self.gather_GP.shape
         slab.keys[self.first_row : self.first_row + groups, :, :length] = key_GKPD
         slab.values[self.first_row : self.first_row + groups, :, :length] = value_GKPD
@@ -124,7 +126,7 @@ class DecodeStep:
         slab = self.responses.get(layer)
         if slab is None:
             first = min(self.capacity, _FIRST_RESPONSE_CAPACITY)
-            slab = self.responses[layer] = Slab.zeros(self.rows, key_NKD.shape[1], first, key_NKD.shape[2], key_NKD)
+            slab = self.responses[layer] = Slab.zeros(self.rows, first, key_NKD, value_NKD)
         if length > slab.keys.shape[2]:
             slab = self.responses[layer] = slab.grown(min(self.capacity, max(length, 2 * slab.keys.shape[2])))
         slab.keys[self.arange_N, :, self.own_length_N] = key_NKD

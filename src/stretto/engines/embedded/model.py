@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,4 +75,25 @@ def _build_buffers(module: PreTrainedModel, device: torch.device) -> None:
         for name in missing:
             child.register_buffer(name, torch.empty_like(child.get_buffer(name), device=device), persistent=False)
         if missing:
-            module._init_weights(child)
+            with _others_aside(child, missing):
+                module._init_weights(child)
+
+
+@contextmanager
+def _others_aside(child: nn.Module, missing: Sequence[str]) -> Iterator[None]:
+    """Without the weights and buffers that have values: transformers would initialise those of this module too."""
+    tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+    held = [
+        (table, name, tensor)
+        for table in tables
+        for name, tensor in table.items()
+        if tensor is not None and name not in missing
+    ]
+    for table, name, tensor in held:
+        empty = tensor.detach().to("meta")
+        table[name] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    try:
+        yield
+    finally:
+        for table, name, tensor in held:
+            table[name] = tensor

@@ -29,6 +29,9 @@ from stretto.world import World
 _MEGATRON_BYTES = 80 * 2**20
 """What importing Megatron-Core adds to a process."""
 _FLOAT32 = 4
+_COPIES = 1.25
+"""Megatron's local layers keep the query and the MLP's up half once more than transformers: at most a quarter of what
+is kept inside a block."""
 
 
 def replicas(config: RunConfig, ranks: int) -> int:
@@ -164,30 +167,28 @@ def _activations(config: RunConfig, sizes: MegatronSizes, micro: Cut, probe: Pro
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.1 and 4.2. Layers count alike, and experts are taken to get
     equally many tokens.
     """
-    parallel = config.trainer.sequence_parallel
-    length = ceil(micro.length / sizes.tp) * sizes.tp if parallel else micro.length
-    whole = 1 / sizes.tp if parallel else 1.0
-    kept = probe.stream_values * whole + (probe.saved_values - probe.stream_values) / sizes.tp
-    if config.trainer.activation_checkpointing:
-        layer = kept / probe.layers
+    trainer = config.trainer
+    length = ceil(micro.length / sizes.tp) * sizes.tp if trainer.sequence_parallel else micro.length
+    whole = 1 / sizes.tp if trainer.sequence_parallel else 1.0
+    kept = probe.stream_values * whole + _COPIES * (probe.saved_values - probe.stream_values) / sizes.tp
+    batches = under_way(sizes, stage.number, ceil(micro.passes / trainer.updates_per_batch))
+    if trainer.activation_checkpointing:
         inputs = probe.hidden * probe.layers * stage.layers * whole
-        per_token = inputs * _under_way(config, sizes, micro, stage) + layer
-    else:
-        per_token = kept * stage.layers * _under_way(config, sizes, micro, stage)
-    return ceil(micro.rows * length * per_token)
+        return ceil(micro.rows * length * (inputs * batches + kept / probe.layers))
+    return ceil(micro.rows * length * kept * stage.layers * batches)
 
 
-def _under_way(config: RunConfig, sizes: MegatronSizes, micro: Cut, stage: _Stage) -> float:
-    """Micro-batches whose activations a stage keeps at the same time, all its chunks together.
+def under_way(sizes: MegatronSizes, stage: int, passes: int) -> float:
+    """Of `passes` micro-batches, how many a stage has been through forward and not yet back; of chunks, their share.
 
-    One forward, one backward: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2; the interleaved schedule warms up
-    with two passes more a stage.
+    One forward, one backward, after a warm-up that fills the stages behind: Narayanan et al. 2021 (arXiv:2104.04473),
+    section 2.2. The interleaved schedule warms up with two passes for each of them, and all chunks but one.
     """
-    passes, behind = ceil(micro.passes / config.trainer.updates_per_batch), sizes.pp - stage.number - 1
+    behind = sizes.pp - stage - 1
     if sizes.vpp == 1:
         return min(passes, behind + 1)
-    passes = ceil(passes / sizes.pp) * sizes.pp
-    return min(passes * sizes.vpp, 2 * behind + (sizes.vpp - 1) * sizes.pp + 1) / sizes.vpp
+    rounds = ceil(passes / sizes.pp) * sizes.pp
+    return min(rounds * sizes.vpp, 2 * behind + (sizes.vpp - 1) * sizes.pp + 1) / sizes.vpp
 
 
 def _update(config: RunConfig, world: World, atoms: Atoms, stage: _Stage, dtype: torch.dtype) -> dict[str, int]:

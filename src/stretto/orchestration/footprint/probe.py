@@ -32,10 +32,10 @@ class Probe:
         text = module.config.get_text_config()
         self.hidden, self.vocabulary = text.hidden_size, text.vocab_size
         saved = self._run(module.to(compute))
-        shared = [tensor for tensor in saved if tensor.ndim == 3 and tensor.shape[-1] == self.hidden]
+        stream = [tensor for tensor in saved if tensor.ndim < 4 and tensor.shape[-1:] == (self.hidden,)]
         self.saved_values, self.stream_values = (
             ceil(sum(tensor.untyped_storage().nbytes() for tensor in part) / compute.itemsize / _TOKENS)
-            for part in (saved, shared)
+            for part in (saved, stream)
         )
 
     def _run(self, module: Any) -> list[Tensor]:

@@ -76,6 +76,7 @@ def build_chunks(
         chunks = [_chunk(hf_config, sizes, config, chunk).to(device) for chunk in range(sizes.vpp)]
     for model in chunks:
         _set_frequencies(model, frequencies.to(device))
+        _set_experts_apart(model)
     return chunks
 
 
@@ -158,6 +159,17 @@ def _set_frequencies(model: GPTModel, frequencies: Tensor) -> None:
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
             module.inv_freq = frequencies
+
+
+def _set_experts_apart(model: GPTModel) -> None:
+    """Have the gradients of experts summed over the ranks with the same ones.
+
+    Megatron marks them so only at ep > 1; unmarked they are summed as those of other weights are, which is wrong when
+    etp is not tp.
+    """
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[reportAttributeAccessIssue]
 
 
 def _scale_embeddings(model: GPTModel, scale: float) -> None:
