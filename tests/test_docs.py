@@ -15,6 +15,7 @@ from stretto.cli import split_words
 from stretto.config.help import keys_markdown
 from stretto.config.keys import keys
 from stretto.data.columns import CONVENTIONS, DETECTED
+from stretto.models.table import families_markdown
 from stretto.rewards.adapters import adapt
 from stretto.rewards.sample import Sample
 from stretto.telemetry.metrics import METRICS, metrics_markdown
@@ -24,7 +25,10 @@ DOCS = ROOT / "docs"
 CONCEPTS = (DOCS / "concepts.md").read_text()
 
 
-@pytest.mark.parametrize(("page", "write"), [("configuration.md", keys_markdown), ("metrics.md", metrics_markdown)])
+WRITTEN = [("configuration.md", keys_markdown), ("metrics.md", metrics_markdown), ("families.md", families_markdown)]
+
+
+@pytest.mark.parametrize(("page", "write"), WRITTEN)
 def test_generated_pages_are_up_to_date(page: str, write: Callable[[], str]) -> None:
     assert (DOCS / page).read_text() == write() + "\n", "run `make docs`"
 

@@ -31,13 +31,17 @@ class Atoms:
 
     @classmethod
     def of(cls, weights: WeightMap) -> Atoms:
-        """The atoms of a map, in the order of its rows."""
+        """The atoms of a map, in the order of its rows. Raises ValueError when two rows disagree on a piece."""
         found: dict[str, Piece] = {}
         for row in weights.rows:
             for layer in row.layers or (None,):
                 for piece in row.pieces:
-                    found.setdefault(at_layer(piece.name, layer), piece)
-        width = max(len(piece.factors) for piece in found.values())
+                    known = found.setdefault(at_layer(piece.name, layer), piece)
+                    if known.axes != piece.axes:
+                        raise ValueError(
+                            f"the {weights.family} map has {piece.name} twice, as [{known.axes}] and as [{piece.axes}]"
+                        )
+        width = max(1, *(len(piece.factors) for piece in found.values()))
         sizes = np.ones((len(found), width), dtype=np.int64)
         for index, piece in enumerate(found.values()):
             sizes[index, : len(piece.factors)] = [weights.size(factor) for factor in piece.factors]
@@ -133,7 +137,11 @@ class Layout:
 
     def kind(self, rank: int) -> int:
         """The class that a rank belongs to."""
-        return next(index for index, ranks in enumerate(self.classes) if rank in ranks)
+        return self._kinds[rank]
+
+    @cached_property
+    def _kinds(self) -> dict[int, int]:
+        return {int(rank): kind for kind, ranks in enumerate(self.classes) for rank in ranks}
 
     def local(self, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of every tensor of one rank, by name."""
@@ -147,11 +155,17 @@ class Layout:
 
     def local_bytes(self, rank: int) -> int:
         """Bytes of the weights on one rank."""
-        kind = self.kind(rank)
-        return sum(tensor.bytes for tensor in self.tensors if tensor.kind == kind)
+        return self._class_bytes[self.kind(rank)]
+
+    @cached_property
+    def _class_bytes(self) -> list[int]:
+        found = [0] * len(self.classes)
+        for tensor in self.tensors:
+            found[tensor.kind] += tensor.bytes
+        return found
 
     def __str__(self) -> str:
-        sizes = sorted({self.local_bytes(int(ranks[0])) for ranks in self.classes})
+        sizes = sorted(set(self._class_bytes))
         spread = f"{sizes[0] / 1e9:.2f}" + (f" to {sizes[-1] / 1e9:.2f}" if len(sizes) > 1 else "")
         return f"{self.title}: {self.ranks} ranks, {len(self.atoms.names)} tensors, {spread} GB a rank"
 
