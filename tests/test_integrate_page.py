@@ -1,4 +1,4 @@
-"""docs/integrate-a-model.md: its maps are the files, its tables are the code, its transcripts are what the commands say."""
+"""docs/integrate-a-model.md: its maps are the files, its tables the code, its transcripts what the commands say."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def rows(head: str) -> list[list[str]]:
 
 def transcript(start: str) -> tuple[list[str], str]:
     """The one block that shows a command beginning so: its words, and what it printed."""
-    (found,) = re.findall(rf"```\n\$ stretto ({re.escape(start)}.*)\n([^`]*(?:`[^`\n]+`[^`]*)*)\n```", PAGE)
-    return shlex.split(found[0]), found[1]
+    ((command, shown),) = re.findall(rf"```\n\$ stretto ({re.escape(start)}[^\n]*)\n(.*?)\n```", PAGE, flags=re.DOTALL)
+    return shlex.split(command), shown
 
 
 def ends(text: str) -> list[tuple[str, str]]:
@@ -99,11 +99,9 @@ def test_every_word_of_the_language_is_explained() -> None:
     words |= {one.name for kind in (language.Held, language.WeightMap) for one in dataclasses.fields(kind)}
     words |= {one.name for one in dataclasses.fields(language.Piece) if one.default is not dataclasses.MISSING}
     assert {word for word in words - {"name", "family"} if f"{word}=" not in told} == set()
-    assert {
-        name
-        for name in ("embedding", "norms", "attention", "gated_mlp", "experts", "router", "final_norm", "heads", "only")
-        if not hasattr(blocks, name)
-    } == set()
+    shared = re.findall(r"`(\w+)", PAGE.partition("`stretto/models/blocks.py`: ")[2].partition("This is")[0])
+    assert shared
+    assert [name for name in shared if not callable(getattr(blocks, name, None)) and len(name) > 1] == []
 
 
 def test_the_commands_on_the_page_are_accepted() -> None:

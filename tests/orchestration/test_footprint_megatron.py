@@ -97,7 +97,7 @@ def held(world: World, model: Path, config: RunConfig) -> dict[str, int]:
 
 
 def _state(part: Any) -> Iterator[torch.Tensor]:
-    for parameter, slots in part.optimizer.state.items():
+    for slots in part.optimizer.state.values():
         yield from (slots[name] for name in ("exp_avg", "exp_avg_sq"))
     yield from (one for group in part.shard_fp32_from_float16_groups for one in group if one is not None)
 

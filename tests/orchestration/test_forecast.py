@@ -15,7 +15,7 @@ import torch
 from run_helpers import ROWS, write_run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from family_cases import CASES  # noqa: E402  # found by the path above
+from family_cases import CASES  # found by the path above
 
 from stretto.config import RunConfig, load_config
 from stretto.data.batching import cut

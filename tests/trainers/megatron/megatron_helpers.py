@@ -20,8 +20,46 @@ VOCABULARY = 97
 BATCH = mixed_batch(VOCABULARY)
 SETTINGS: dict[str, Any] = {"backend": "megatron", "dtype": "float32", "micro_batch_tokens": 40, "lr": 1e-3}
 EVERYTHING_ON: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.02, "aggregation": "sequence_mean"}
-DENSE, EXPERTS = "dense", "experts"
 TP2, PP2 = {"tp": 2}, {"pp": 2}
+SHARED = {"tp": 2, "sequence_parallel": True}
+
+DENSE, EXPERTS, BIASED, CENTRED, LATENT = "dense", "experts", "biased", "centred", "latent"
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+_ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT: dict[str, Any] = {
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 2,
+}
+KINDS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    DENSE: ("qwen3", True, {}),
+    EXPERTS: ("qwen3_moe", False, {**_ROUTED, "num_experts": 4, "mlp_only_layers": [0]}),
+    BIASED: ("qwen2", False, {}),
+    CENTRED: ("gemma", True, {}),
+    LATENT: ("deepseek_v3", False, _LATENT),
+}
+"""Family, whether the head is tied, and what differs from the usual shape."""
 
 
 class Setup:
@@ -31,7 +69,7 @@ class Setup:
         self, directory: Path, trainer: Mapping[str, Any] | None = None, algorithm: Mapping[str, Any] | None = None
     ):
         self.directory = directory
-        self.config = run_config(SETTINGS | dict(trainer or {}), algorithm, steps=8)
+        self.config = run_config(SETTINGS | dict(trainer or {}), algorithm, steps=16)
 
     @contextmanager
     def trainer(self, world: World) -> Iterator[Any]:
@@ -42,29 +80,18 @@ class Setup:
 
 
 def write_models(directory: Path) -> dict[str, Path]:
-    """Checkpoints by kind: a Qwen3 with a tied head, and one with experts behind a dense layer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    """Checkpoints by kind: a tied and an untied head, routed experts behind a dense layer, biases, norms centred at
+    zero, latent attention.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "dtype": torch.float32,
-    }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
     torch.manual_seed(0)
-    dense = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
-    sparse = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False))
-    for kind, model in ((DENSE, dense), (EXPERTS, sparse)):
+    for kind, (family, tied, changes) in KINDS.items():
+        config = AutoConfig.for_model(family, **SHAPE | changes, tie_word_embeddings=tied)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         move_vectors(model)
         model.save_pretrained(directory / kind)
-    return {kind: directory / kind for kind in (DENSE, EXPERTS)}
+    return {kind: directory / kind for kind in KINDS}
 
 
 @torch.no_grad()

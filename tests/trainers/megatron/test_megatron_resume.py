@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_helpers import BATCH, DENSE, EXPERTS, Setup, halves, same, snapshot
+from megatron_helpers import BATCH, DENSE, EXPERTS, SHARED, Setup, halves, same, snapshot
 from torch import Tensor
 from trainer_ranks import Ranks
 
@@ -17,7 +17,7 @@ from stretto.world import World
 
 SETTINGS = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "lr": 2e-3}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    (DENSE, {"tp": 2, "sequence_parallel": True}),
+    (DENSE, SHARED),
     (DENSE, {"pp": 2, "vpp": 2}),
     (DENSE, {"pp": 2, "dtype": "bfloat16"}),
     (DENSE, {}),

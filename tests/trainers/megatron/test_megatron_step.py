@@ -16,6 +16,7 @@ from megatron_helpers import (
     EVERYTHING_ON,
     EXPERTS,
     PP2,
+    SHARED,
     TP2,
     VOCABULARY,
     Setup,
@@ -79,17 +80,17 @@ def test_one_rank_is_a_plain_loop_over_samples(alone: Ranks, models: dict[str, P
 
 # On several ranks.
 
+# Beside those of the comparison with transformers.
 CUTS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
-    (2, DENSE, TP2, {}),
-    (2, DENSE, TP2 | {"sequence_parallel": True, "activation_checkpointing": True}, EVERYTHING_ON),
-    (2, DENSE, PP2, {}),
+    (2, DENSE, SHARED | {"activation_checkpointing": True}, EVERYTHING_ON),
     (2, DENSE, {"pp": 2, "vpp": 2}, EVERYTHING_ON),
     (2, DENSE, {}, EVERYTHING_ON),
-    (2, EXPERTS, {"ep": 2}, {}),
-    (2, EXPERTS, {"tp": 2, "ep": 2, "sequence_parallel": True}, EVERYTHING_ON),
-    (4, DENSE, {"tp": 2, "pp": 2, "sequence_parallel": True}, EVERYTHING_ON),
-    (4, DENSE, {"tp": 2, "pp": 2, "vpp": 2}, {}),
-    (4, EXPERTS, {"tp": 2, "ep": 2, "sequence_parallel": True}, {}),
+    (2, EXPERTS, SHARED, {}),
+    (2, EXPERTS, SHARED | {"ep": 2}, EVERYTHING_ON),
+    (2, EXPERTS, {"etp": 2}, {}),
+    (4, DENSE, SHARED | PP2, EVERYTHING_ON),
+    (4, DENSE, TP2 | {"pp": 2, "vpp": 2}, {}),
+    (4, EXPERTS, SHARED | {"ep": 2, "etp": 2}, {}),
     (4, EXPERTS, {"pp": 2, "ep": 2, "pp_layers": (1, 3)}, EVERYTHING_ON),
 ]
 
@@ -197,7 +198,7 @@ def test_a_bad_step_is_skipped_by_all_ranks_and_leaves_no_trace(
         assert found["reports"][2].metrics == clean[rank]["reports"][1].metrics
 
 
-@pytest.mark.parametrize("sizes", [TP2 | {"sequence_parallel": True}, PP2], ids=str)
+@pytest.mark.parametrize("sizes", [SHARED, PP2], ids=str)
 def test_several_updates_a_batch_train_as_on_one_rank(
     alone: Ranks, pair: Ranks, models: dict[str, Path], sizes: dict[str, Any]
 ) -> None:
@@ -211,7 +212,7 @@ def test_several_updates_a_batch_train_as_on_one_rank(
 
 
 def test_what_ranks_share_stays_the_same_on_all_of_them(pair: Ranks, models: dict[str, Path]) -> None:
-    split, staged = Setup(models[EXPERTS], TP2 | {"ep": 2, "sequence_parallel": True}), Setup(models[DENSE], PP2)
+    split, staged = Setup(models[EXPERTS], SHARED | {"ep": 2}), Setup(models[DENSE], PP2)
     one, other = (found["weights"][-1] for found in pair.run(run_steps, split, [halves(BATCH)] * 3))
     shared = [name for name in one if "norm" in name or "router" in name]
     assert len(shared) == 4 * 4 + 1 + 3

@@ -17,7 +17,7 @@ _FIRST_RESPONSE_CAPACITY = 64
 
 @dataclass
 class Slab:
-    """Keys and values of one layer, [rows, K, tokens, D] each (D of values may be another); rows ``< used`` are live."""
+    """Keys and values of one layer, [rows, K, tokens, D] each (D of values may differ); rows ``< used`` are live."""
 
     keys: Tensor
     values: Tensor

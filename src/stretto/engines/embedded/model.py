@@ -82,10 +82,9 @@ def _build_buffers(module: PreTrainedModel, device: torch.device) -> None:
 @contextmanager
 def _others_aside(child: nn.Module, missing: Sequence[str]) -> Iterator[None]:
     """Without the weights and buffers that have values: transformers would initialise those of this module too."""
-    tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
-    held = [
+    held: list[tuple[Any, str, Any]] = [
         (table, name, tensor)
-        for table in tables
+        for table in (child._parameters, child._buffers)
         for name, tensor in table.items()
         if tensor is not None and name not in missing
     ]

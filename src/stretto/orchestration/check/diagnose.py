@@ -43,7 +43,7 @@ def classify(case: Case) -> tuple[str, str]:
     kind = (
         _stale(case, found, wrong)
         or _unwritten(found, expected, wrong)
-        or _shifted(found, expected)
+        or _shifted(found[known], expected[known])
         or _rounded(found, expected)
         or _moved(case, found.float(), expected.float())
         or _another(case, found)
