@@ -110,7 +110,16 @@ def main() -> None:
         directory = Path(scratch)
         write_checkpoint(directory / "model", TINY if options.tiny else QWEN3_06B)
         lines = [line for line in train(write_run(directory, options), options.tp * options.pp) if line["step"] > 0]
-    shown = ("reward/mean", "train/loss", "train/grad_norm", "mismatch/kl", "time/step", "time/rollout", "time/train", "time/sync")
+    shown = (
+        "reward/mean",
+        "train/loss",
+        "train/grad_norm",
+        "mismatch/kl",
+        "time/step",
+        "time/rollout",
+        "time/train",
+        "time/sync",
+    )
     steps = [{key: line[key] for key in ("step", *shown) if key in line} for line in lines]
     later = lines[1:] or lines
     result = {

@@ -20,7 +20,7 @@ from stretto.orchestration.check.compare import Read
 from stretto.sync.layout import at_layer
 
 Change = Callable[[Read], dict[str, Tensor]]
-"""Tensors that take the place of the checkpoint's, made from it."""
+"""Pieces that take the place of the checkpoint's, made from them."""
 
 _ROTATED = re.compile(r"\.(q|k)_(proj|norm)\.(weight|bias)$")
 _FEW = 64
@@ -56,7 +56,7 @@ def hypotheses(weights: WeightMap, sides: Sequence[str], *, shards: int, stages:
     `sides` are the columns that the trainer has its tensors from, the first that a row has; `shards` and `stages` are
     how many ranks cut a tensor and the layers.
     """
-    rows = [row for row in weights.rows if not row.tied and _on_disk(row) and _held(row, sides)]
+    rows = [row for row in weights.rows if not row.tied and _held(row, sides)]
     parts = {id(row): [_part(weights, row, piece) for piece in row.pieces] for row in rows}
     norms = [part for row in rows for part in parts[id(row)] if _is_norm(part)]
     if norms:
@@ -65,7 +65,7 @@ def hypotheses(weights: WeightMap, sides: Sequence[str], *, shards: int, stages:
     yield from _experts(weights, [part for row in rows for part in parts[id(row)] if part.piece.spread], shards)
     for row in rows:
         for held, pieces in _held(row, sides):
-            yield from _fused(weights, held, [_part(weights, row, piece) for piece in pieces])
+            yield from _fused(weights, held, [_part(weights, row, piece) for piece in pieces], shards)
         for part in parts[id(row)]:
             yield from _single(weights, part, shards if row.cut else 1)
     rotated = [part for row in rows for part in parts[id(row)] if _ROTATED.search(part.piece.name)]
@@ -73,19 +73,8 @@ def hypotheses(weights: WeightMap, sides: Sequence[str], *, shards: int, stages:
     yield from _siblings(rows, parts)
 
 
-def excluded(weights: WeightMap, sides: Sequence[str]) -> list[str]:
-    """Parameters about which there is no hypothesis: the files hold them otherwise than as whole pieces."""
-    return [piece.name for row in weights.rows if not _on_disk(row) and _held(row, sides) for piece in row.pieces]
-
-
 def _held(row: Row, sides: Sequence[str]) -> list[tuple[Held, tuple[Piece, ...]]]:
     return next((row.tensors(side) for side in sides if side in row.held), [])
-
-
-def _on_disk(row: Row) -> bool:
-    """Whether each piece is a tensor of the files under its own name, as it is."""
-    held = row.tensors("checkpoint")
-    return all(len(ps) == 1 and h.name == ps[0].name and not (h.add or h.transpose or h.order) for h, ps in held)
 
 
 def _part(weights: WeightMap, row: Row, piece: Piece) -> _Part:
@@ -140,7 +129,7 @@ def _turned_layers(part: _Part, turn: int) -> list[tuple[str, str]]:
     return [pair for row, other in zip(rows, turned, strict=True) for pair in zip(row, other, strict=True)]
 
 
-def _fused(weights: WeightMap, held: Held, parts: Sequence[_Part]) -> Iterator[Hypothesis]:
+def _fused(weights: WeightMap, held: Held, parts: Sequence[_Part], shards: int) -> Iterator[Hypothesis]:
     """Pieces that share a tensor: which is which, and how their rows alternate."""
     if len(parts) < 2 or len({part.shape[1:] for part in parts}) > 1:
         return
@@ -152,8 +141,11 @@ def _fused(weights: WeightMap, held: Held, parts: Sequence[_Part]) -> Iterator[H
     common = math.gcd(*(part.shape[0] for part in parts))
     names = tuple(part.piece.name for part in parts)
     for count in [n for n in range(1, min(common, _FEW) + 1) if common % n == 0 and n != now]:
-        kind = f"groups interleaved wrongly in {held.name}: {now} of them where there are {count}"
-        yield Hypothesis(names, kind, _regrouped(parts, now, count))
+        # Cut over ranks, rows that do not alternate are one group a rank.
+        for found in sorted({now, math.lcm(now, shards)} - {count}):
+            if common % found == 0:
+                kind = f"groups interleaved wrongly in {held.name}: {now} of them where there are {count}"
+                yield Hypothesis(names, kind, _regrouped(parts, found, count))
 
 
 def _regrouped(parts: Sequence[_Part], now: int, count: int) -> Change:

@@ -46,7 +46,10 @@ def family(bench: Bench) -> Outcome:
         return Outcome("fail", str(error), failure=Failure(None, "the weight map cannot be made", str(error)))
     weights = bench.atoms.weights
     if raw and weights.megatron is None:
-        why = f"Megatron-Core has no model of the family {weights.family}; use --trainer fsdp"
+        why = (
+            f"the {weights.family} map has no Megatron-Core model; use --trainer fsdp, or give its "
+            "WeightMap `megatron=` (the settings that TransformerConfig needs, {} when it computes as Llama)"
+        )
         return Outcome("fail", why, failure=Failure(None, "no Megatron model", why))
     if not found:
         return Outcome("pass", f"no map claims {kind}: every tensor is itself, which is enough here")

@@ -25,7 +25,10 @@ def megatron_layout(atoms: Atoms, dtype: str, sizes: MegatronSizes) -> Layout:
 class _Builder:
     def __init__(self, atoms: Atoms, dtype: str, sizes: MegatronSizes):
         if atoms.weights.megatron is None:
-            raise ValueError(f"Megatron-Core has no model of the family {atoms.weights.family}; use trainer fsdp")
+            raise ValueError(
+                f"the {atoms.weights.family} map has no Megatron-Core model; use the fsdp trainer, or give its WeightMap "
+                "`megatron=` (the settings that TransformerConfig needs, {} when it computes as Llama)"
+            )
         self._atoms, self._weights, self._sizes = atoms, atoms.weights, sizes
         self._build = LayoutBuilder(_title(sizes), atoms, sizes.ranks, dtype)
         self._layers = sizes.layers(self._weights.layer_count)

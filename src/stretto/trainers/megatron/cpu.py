@@ -27,7 +27,8 @@ def enable() -> None:
     * Streams and events are empty and `synchronize` returns: the data-parallel buffers, the experts' dispatcher.
     * `Tensor.type` names a CUDA type when Megatron asks, and only then: its optimizers sort parameters by that name.
     * The experts' dispatcher gets its counts as numbers, which it would otherwise only make of CUDA tensors.
-    * Parts of unequal length, the tokens of expert-tensor ranks, are gathered and scattered by a sum; gloo has no other.
+    * Parts of unequal length, the tokens of expert-tensor ranks, are gathered and scattered by a sum; gloo has no
+    other.
     * Functions that Megatron would compile run as they are: a compiler is neither needed nor at hand.
     """
     global _enabled
