@@ -2,8 +2,9 @@
 
     python benchmarks/megatron_grpo.py [--tp 2] [--pp 1] [--steps 10] [--dtype bfloat16] [--tiny]
 
-The task is made of the model's own tokens (their number is their text): the reward is the share of even numbers, so that a random
-model has a signal to learn from. `--tiny` shows on a CPU that it runs.
+It shows that such a run works and where its time goes, not that it learns. The task is made of the model's own tokens
+(their number is their text), the reward is the share of even numbers, so that rewards differ within a group. `--tiny`
+shows on a CPU that it runs.
 """
 
 from __future__ import annotations

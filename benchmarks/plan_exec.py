@@ -1,6 +1,6 @@
 """Bringing Megatron's weights (tensor parallel 2, two GPUs) together as full tensors, against the rate of the link.
 
-    torchrun --nproc-per-node 2 benchmarks/plan_exec.py [--extra-mib 512 64 ...] [--repeats 12] [--profile] [--tiny]
+    torchrun --nproc-per-node 2 benchmarks/plan_exec.py [--extra-mib 512 ...] [--repeats 12] [--name N] [--tiny]
 
 The shapes of Qwen3-4B, random weights, bf16, in Megatron-Core's own model where it can be built. A plan brings them to
 rank 0 in checkpoint layout, to the embedded engine's memory on rank 0, and to one on each rank. Compared in the same
@@ -257,6 +257,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--extra-mib", type=int, nargs="+", default=sizes, help="memory for buckets, one run for each")
     parser.add_argument("--repeats", type=int, default=12, help="runs counted, after the warm-up")
     parser.add_argument("--source", choices=("auto", "megatron", "layout"), default="auto", help="the trainer's side")
+    parser.add_argument("--name", default="plan_exec", help="name of the result's file")
     parser.add_argument("--profile", action="store_true", help="show where the first plan's time goes")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, nothing written")
     return parser.parse_args()
@@ -273,13 +274,13 @@ def main() -> None:
     full = random_model(config, world)
     bench = Bench(world, config, full, make_source(full, config, world, args.source), args.repeats)
     result = {"settings": vars(args), "source": bench.source.kind, "device": world.device.type, **run(bench, args)}
-    keep(result, world, args.tiny)
+    keep(result, world, args)
     result["peers"][BRIDGE] = measure_bridge(bench)  # last: what it may break is kept
-    keep(result, world, args.tiny)
+    keep(result, world, args)
     leave_world()
 
 
-def keep(result: dict[str, Any], world: World, tiny: bool) -> None:
+def keep(result: dict[str, Any], world: World, args: argparse.Namespace) -> None:
     """Print the table and write the result, on the first rank."""
     link = result["broadcast"]
     for one in result["peers"].values():
@@ -288,8 +289,8 @@ def keep(result: dict[str, Any], world: World, tiny: bool) -> None:
             one["of_broadcast"] = one["bytes_per_s"] / link["bytes_per_s"]
     if world.first:
         print(table(result), flush=True)
-        if not tiny:
-            print(write_result("plan_exec", result), flush=True)
+        if not args.tiny:
+            print(write_result(args.name, result), flush=True)
 
 
 if __name__ == "__main__":

@@ -341,7 +341,7 @@ def _add_check(verbs: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError("a whole number of at least 1")
     return int(text)
 

@@ -74,6 +74,29 @@ def test_a_rank_that_raises_is_the_failure_that_is_reported(tmp_path: Path) -> N
     assert [one.name for one in report.rungs] == STEPS
 
 
+@pytest.mark.parametrize("end", ["raise RuntimeError('too late')", "os._exit(3)"])
+def test_a_rank_that_dies_behind_the_last_rung_is_no_pass(tmp_path: Path, end: str) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from stretto.orchestration.check import worker\n"
+        "from stretto.orchestration.check.ladder import LADDER\n"
+        "from stretto.orchestration.check.report import Outcome, Report, Rung\n"
+        "def climb(settings, probe, work, world, told):\n"
+        "    told(report := Report({}, [Rung(name, Outcome('pass', '')) for name, _ in LADDER]))\n"
+        "    world.barrier()\n"
+        "    if world.rank == 1:\n"
+        f"        {end}\n"
+        "    return report\n"
+        "worker.climb = climb\n"
+        "sys.exit(worker.run(worker.Job.read(Path(sys.argv[1]))))\n"
+    )
+    settings = CheckSettings(model=write_config("llama-tied", tmp_path), dp=2)
+    with pytest.raises(RunError, match="every rung passed and then a rank failed"):
+        check(settings, worker=(str(worker),), deadline_s=240)
+
+
 def test_ranks_that_do_not_end_are_killed(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(
@@ -82,7 +105,7 @@ def test_ranks_that_do_not_end_are_killed(tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     settings = CheckSettings(model=write_config("llama-tied", tmp_path), dp=2)
-    with pytest.raises(RunError, match="did not end within"):
+    with pytest.raises(RunError, match=r"did not end within 20 s; check fewer layers \(--layers\)"):
         check(settings, worker=(str(worker),), deadline_s=20)
     pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
     assert pids
@@ -144,6 +167,7 @@ BAD: list[tuple[list[str], str]] = [
     (["MODEL", "--engine-tp", "2"], "--engine-tp is for sglang and vllm"),
     (["MODEL", "--layers", "9"], "at most the model's 3"),
     (["MODEL", "--map", "nowhere.py"], "--map nowhere.py is not a file"),
+    (["MODEL", "--trainer", "megatron", "--names", "bridge", "--map", "m.py"], "Megatron-Bridge has maps of its own"),
 ]
 
 

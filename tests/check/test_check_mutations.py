@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from check_cases import broken, report_of, verdicts
-from check_faults import FAULTS
+from check_faults import FAULTS, patched
 from trainer_ranks import Ranks
+
+from stretto.orchestration.check import numbers
+from stretto.world import World
 
 MEGATRON: dict[str, Any] = {"trainer": "megatron"}
 
@@ -77,6 +81,19 @@ def test_a_mistake_is_found_and_named_on_one_rank(alone: Ranks, tmp_path: Path, 
 @pytest.mark.parametrize("mutation", ON_TWO_RANKS, ids=lambda one: one.fault)
 def test_a_mistake_is_found_and_named_on_two_ranks(pair: Ranks, tmp_path: Path, mutation: Mutation) -> None:
     assert_found(pair.run(report_of, mutation.case, tmp_path, mutation.settings, mutation.fault), mutation)
+
+
+def test_a_search_that_takes_too_long_ends_with_what_it_has(pair: Ranks, tmp_path: Path) -> None:
+    for report in pair.run(report_in_no_time, tmp_path):
+        assert broken(report) == "logits"
+        assert report["failure"]["kind"] == "not found in time"
+        assert "0 mistakes of one row were tried" in report["failure"]["evidence"]
+
+
+def report_in_no_time(world: World, directory: Path) -> dict[str, Any]:
+    deadline_s = -1.0 if world.first else 600.0  # the first rank's clock is everyone's
+    with patched(numbers, search=partial(numbers.search, deadline_s=deadline_s)):
+        return report_of(world, "llama", directory, MEGATRON | {"tp": 2}, "down_projection_of_the_other_rank")
 
 
 def assert_found(reports: list[dict[str, Any]], mutation: Mutation) -> None:

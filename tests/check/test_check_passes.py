@@ -75,6 +75,11 @@ def test_an_engine_that_is_not_live_is_planned_for(alone: Ranks, tmp_path: Path,
     assert "live" in next(one["reason"] for one in report["rungs"] if one["name"] == "engine")
 
 
+def test_layers_that_take_no_packed_rows_are_trained_in_padded_ones(alone: Ranks, tmp_path: Path) -> None:
+    (report,) = alone.run(report_of, "qwen3-next", tmp_path, {"engine": "sglang"}, None)
+    assert verdicts(report)["gradients"] == "pass", report["failure"]
+
+
 def test_a_model_that_the_embedded_engine_cannot_serve(alone: Ranks, tmp_path: Path) -> None:
     (report,) = alone.run(report_of, "qwen3-next", tmp_path, {}, None)
     assert broken(report) == "mapped"

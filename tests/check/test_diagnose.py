@@ -31,6 +31,8 @@ KINDS: list[tuple[str, Tensor, Tensor, str]] = [
     ("anything", torch.randn(6, 4), WIDE, "other values"),
     ("of another shape", torch.randn(4, 6), WIDE, "wrong shape"),
     ("of the transposed shape", WIDE.T, WIDE, "transposed"),
+    ("of fewer axes", VECTOR, WIDE, "wrong shape"),
+    ("of more axes", WIDE, VECTOR, "wrong shape"),
     ("dtype", WIDE.double(), WIDE, "wrong dtype"),
 ]
 

@@ -33,6 +33,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "trainer.tp is 1": {"trainer.backend": "megatron"},
     "trainer.pp is 1": {"trainer.backend": "megatron"},
     'trainer.names = "bridge" has maps of its own': {"trainer.backend": "megatron", "trainer.names": "bridge"},
+    'trainer.names = "bridge" streams whole tensors, one after another': {
+        "trainer.backend": "megatron",
+        "trainer.names": "bridge",
+    },
     'trainer.schedule is "constant"': {"trainer.schedule": "constant"},
     "eval.source names the held-out prompts": {"eval.source": "org/held"},
     "nothing is held out: set data.heldout or eval.source": {"data.heldout": None},
@@ -117,6 +121,7 @@ def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
             r"trainer.pp_layers has 3 numbers and there are 2 stages \(trainer.pp x trainer.vpp\)",
         ),
         (MEGATRON | {"trainer.vpp": 2, "trainer.pp_layers": (1, 2)}, "has 2 numbers and there are 4 stages"),
+        (MEGATRON | {"trainer.dtype": "float64"}, 'trainer.dtype = "float64" needs the fsdp trainer'),
         (MEGATRON | {"trainer.batching": "packed"}, 'trainer.batching = "packed" needs the fsdp trainer'),
         ({"rollout.allow_filtered_sampling": None}, "rollout.top_p filters the distribution"),
         ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values for 1 functions"),

@@ -51,6 +51,11 @@ IGNORED: tuple[Rule, ...] = (
         lambda c: c.trainer.backend == "megatron" and c.trainer.names == "bridge",
         'trainer.names = "bridge" has maps of its own',
     ),
+    Rule(
+        ("sync.extra_mib",),
+        lambda c: c.trainer.backend == "megatron" and c.trainer.names == "bridge",
+        'trainer.names = "bridge" streams whole tensors, one after another',
+    ),
     Rule(("trainer.min_lr_ratio",), lambda c: c.trainer.schedule == "constant", 'trainer.schedule is "constant"'),
     Rule(("data.heldout",), lambda c: c.eval.source is not None, "eval.source names the held-out prompts"),
     Rule(
@@ -151,6 +156,11 @@ def _megatron_contradictions(trainer: TrainerConfig) -> Iterator[str]:
         yield (
             f"trainer.pp_layers has {len(trainer.pp_layers)} numbers and there are {stages} stages "
             "(trainer.pp x trainer.vpp)"
+        )
+    if trainer.dtype == "float64":
+        yield (
+            'trainer.dtype = "float64" needs the fsdp trainer: the optimizer of megatron is float32; '
+            'set "auto", "float32" or "bfloat16"'
         )
     if trainer.packed:
         yield (

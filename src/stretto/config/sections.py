@@ -163,7 +163,7 @@ class TrainerConfig(Section):
     """Optimizer steps a rollout batch is split into."""
     batching: Literal["auto", "packed", "padded"] = "auto"
     """packed: a prompt and all its responses share one row, the prompt is computed once; padded: a row a sample; auto:
-    packed with the fsdp trainer, padded with megatron, whose attention takes no packed rows."""
+    packed where the model and the trainer allow it: the fsdp trainer, and full attention in every layer."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens (padding included) in one forward pass."""
     logit_chunk_tokens: int = Field(default=1024, ge=1)
@@ -175,7 +175,7 @@ class TrainerConfig(Section):
 
     @property
     def packed(self) -> bool:
-        """Whether a prompt and its responses share a row."""
+        """Whether a prompt and its responses share a row, where the model's layers allow it."""
         return self.batching == "packed" or (self.batching == "auto" and self.backend == "fsdp")
 
 

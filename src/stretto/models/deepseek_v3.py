@@ -29,7 +29,7 @@ def deepseek_v3(c: Any) -> WeightMap:
     every, first = range(c.num_hidden_layers), c.first_k_dense_replace or 0
     dense, routed = every[:first], every[first:]
     shared = gated_mlp("mlp.shared_experts", rows="s", megatron="mlp.shared_experts")
-    mixture = [*scored_router(), *experts(), *shared]
+    mixture = [*scored_router(), *experts(), *(shared if c.n_shared_experts else [])]
     attend = latent_attention(compressed_queries=c.q_lora_rank is not None)
     return WeightMap(
         family="deepseek_v3",
@@ -39,7 +39,7 @@ def deepseek_v3(c: Any) -> WeightMap:
             "f": c.intermediate_size,
             "e": c.n_routed_experts,
             "m": c.moe_intermediate_size,
-            "s": c.moe_intermediate_size * c.n_shared_experts,
+            "s": c.moe_intermediate_size * (c.n_shared_experts or 0),
             **latent_heads(c),
         },
         rows=(

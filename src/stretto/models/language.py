@@ -24,6 +24,8 @@ SIDES = ("checkpoint", "memory", "megatron", "te", "grouped", "engine")
 """The columns of a map: the files; transformers in memory (FSDP2 and embedded); Megatron-Core with its local layers,
 with Transformer Engine's, and with grouped experts; SGLang and vLLM."""
 MEGATRON_SIDES = ("megatron", "te", "grouped")
+STAGES = ("layer", "first", "last")
+"""Where Megatron's pipeline has a row."""
 
 _BRACES = re.compile(r"\{(\w+)\}")
 _AXIS = re.compile(r"\(([^)]*)\)|(\S+)")
@@ -51,7 +53,8 @@ class Piece:
     def spread(self) -> str | None:
         """The factor that runs over tensors, if there is one."""
         found = [name for name in _BRACES.findall(self.name) if name != "layer"]
-        assert len(found) <= 1, f"{self.name}: at most one factor can run over tensors"
+        if len(found) > 1:
+            raise ValueError(f"{self.name}: only one factor can run over tensors, and {', '.join(found)} are in braces")
         return found[0] if found else None
 
     @property
@@ -128,7 +131,24 @@ def row(
     }
     sides = MEGATRON_SIDES if tied else SIDES
     held = {side: _tuple(value) for side in sides if (value := given[side]) is not None}
+    _check_row(pieces, held, stage)
     return Row(pieces, MappingProxyType(held), cut, stage, tied)
+
+
+def _check_row(pieces: Sequence[Piece], held: Mapping[str, Sequence[Held]], stage: str) -> None:
+    """Raise ValueError, naming the row, for what can be wrong with it whatever the sizes are."""
+    name = f"the row of {pieces[0].name}" if pieces else "a row"
+    if not pieces:
+        raise ValueError("a row needs at least one piece")
+    if stage not in STAGES:
+        raise ValueError(f"{name}: stage is {stage!r} and must be one of {', '.join(STAGES)}")
+    for side, tensors in held.items():
+        if len(tensors) not in (1, len(pieces)):
+            raise ValueError(
+                f"{name}: {side} has {len(tensors)} tensors for {len(pieces)} pieces; give one for all or one for each"
+            )
+    if len({piece.spread for piece in pieces}) > 1:
+        raise ValueError(f"{name}: all its pieces or none must have the same factor in braces")
 
 
 def _tuple(value: str | Held | Sequence[Held]) -> tuple[Held, ...]:

@@ -15,6 +15,8 @@ from stretto.models.language import WeightMap
 Builder = Callable[[Any], WeightMap]
 
 _CLAIMS: dict[str, list[Builder]] = {}
+_FROM_FILES = "stretto map file "
+"""What the module names of map files begin with."""
 
 
 def family(config_type: str) -> Callable[[Builder], Builder]:
@@ -22,11 +24,15 @@ def family(config_type: str) -> Callable[[Builder], Builder]:
 
     def register(builder: Builder) -> Builder:
         claims = _CLAIMS.setdefault(config_type, [])
-        if all((one.__module__, one.__qualname__) != (builder.__module__, builder.__qualname__) for one in claims):
-            claims.append(builder)
+        # A file that is run again says the same anew.
+        claims[:] = [one for one in claims if _name(one) != _name(builder)] + [builder]
         return builder
 
     return register
+
+
+def _name(builder: Builder) -> tuple[str, str]:
+    return builder.__module__, builder.__qualname__
 
 
 def families() -> dict[str, list[Builder]]:
@@ -41,23 +47,28 @@ def families() -> dict[str, list[Builder]]:
 
 
 def load_map_file(path: Path) -> None:
-    """Take in the families that the Python file `path` declares. Raises ValueError when it cannot be run."""
+    """Take in the families that the Python file `path` declares; they go before those that are shipped.
+
+    Raises ValueError when it cannot be run.
+    """
     if not path.is_file():
-        raise ValueError(f"model.map {path} is not a file")
+        raise ValueError(f"the map file {path} is not a file")
     if path.suffix != ".py":
-        raise ValueError(f"model.map {path} is not a Python file (.py)")
-    spec = importlib.util.spec_from_file_location(f"stretto_map_{path.stem}", path)
+        raise ValueError(f"the map file {path} is not a Python file (.py)")
+    spec = importlib.util.spec_from_file_location(f"{_FROM_FILES}{path.resolve()}", path)
     assert spec is not None
     assert spec.loader is not None
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except Exception as error:
-        raise ValueError(f"model.map {path} cannot be run: {type(error).__name__}: {error}") from error
+        raise ValueError(f"the map file {path} cannot be run: {type(error).__name__}: {error}") from error
 
 
 def claims(config: Any) -> list[Builder]:
-    """The maps that claim the exact type of a transformers configuration."""
-    return families().get(type(config).__name__, [])
+    """The maps that claim the exact type of a transformers configuration: the user's own, if there is one."""
+    found = families().get(type(config).__name__, [])
+    own = [one for one in found if one.__module__.startswith(_FROM_FILES)]
+    return own or found
 
 
 def weight_map(config: Any) -> WeightMap:

@@ -11,9 +11,9 @@ from stretto.models.registry import families, weight_map
 
 _HEAD = """# Families
 
-Made by `make docs` from the maps in `stretto/models/`. A family is found by the exact type of the checkpoint's config; any
-other model that transformers holds in memory as it is on disk trains with FSDP2 and the embedded engine without a map. See
-[Integrate a model](integrate-a-model.md).
+Made by `make docs` from the maps in `stretto/models/`. A family is found by the exact type of the checkpoint's config;
+any other model that transformers holds in memory as it is on disk trains with FSDP2 and the embedded engine without a
+map. See [Integrate a model](integrate-a-model.md).
 
 | config | map | lines | Megatron-Core | tensors that no side reads |
 |---|---|---|---|---|

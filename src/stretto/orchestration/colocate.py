@@ -119,7 +119,7 @@ class ColocatedRun:
             **report.metrics,
             **measure.token_metrics(self._queue, self._world),
             "train/skipped_steps": report.bad_updates,
-            "sync/bytes": sum(moved),
+            "sync/bytes": self._world.sum([sum(moved)])[0],
             "sync/version": step + 1,
             "memory/peak_bytes": measure.peak_memory(self._world),
             "tokens/step": self._world.sum([self._queue.tokens.generated - before])[0],

@@ -31,4 +31,11 @@ def check_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> N
     """Raise ValueError with every difference between a rank's tensors and its layout."""
     lines = tensor_differences(layout, rank, tensors)
     if lines:
-        raise ValueError(f"the weight map does not describe {layout.title}:\n  " + "\n  ".join(lines[:20]))
+        raise ValueError(f"the weight map does not describe {layout.title}:\n  " + "\n  ".join(lines))
+
+
+def check_targets(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    """The same for tensors that are written piece by piece through views of their storage: they must be contiguous."""
+    check_tensors(layout, rank, tensors)
+    if scattered := [name for name, tensor in tensors.items() if not local_part(tensor).is_contiguous()]:
+        raise ValueError(f"{layout.title}: {', '.join(scattered[:3])} cannot be filled, being not contiguous")

@@ -119,9 +119,13 @@ def _unfilled(target: Layout) -> list[str]:
 
 
 def differences(what: str, names: Sequence[str], candidates: Iterable[str]) -> list[str]:
-    """A line for each name, with its nearest candidate."""
+    """A line for each of the first names, with its nearest candidate, and how many more there are.
+
+    Finding the nearest among the names of thousands of experts takes seconds: only those that are shown are looked up.
+    """
     known = list(candidates)
-    return [f"{what} {name}{_nearest(name, known)}" for name in names]
+    lines = [f"{what} {name}{_nearest(name, known)}" for name in names[:_SHOWN]]
+    return [*lines, *([f"{what} {len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])]
 
 
 def _nearest(name: str, candidates: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints as one side of a plan: reading only what a rank needs, and writing a safetensors directory."""
+"""Checkpoints as one side of a plan: reading the tensors that a rank needs, and writing a safetensors directory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.sync.binding import check_targets
 from stretto.sync.coverage import differences
 from stretto.sync.execute import Execution
 from stretto.sync.layout import Layout, LocalTensor
@@ -24,6 +25,7 @@ from stretto.sync.views import copy, view
 _FILE_BYTES = 5 * 10**9
 _SHOWN = 20
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class CheckpointFiles:
@@ -52,10 +54,14 @@ class CheckpointFiles:
                 return {n: self._directory / file for n, file in json.loads(index.read_text())["weight_map"].items()}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"cannot read {index}: {type(error).__name__}: {error}") from error
-        files = sorted(self._directory.glob("*.safetensors"))
+        # Some repositories have the weights twice: for transformers, and in one file for others.
+        files = [self._directory / SINGLE] if (self._directory / SINGLE).is_file() else self._others()
         if not files:
             raise ValueError(f"{self._directory} has no .safetensors file")
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a mapping)
+
+    def _others(self) -> list[Path]:
+        return sorted(self._directory.glob("*.safetensors"))
 
     def read(self, name: str) -> Tensor:
         """One tensor, on CPU."""
@@ -76,7 +82,7 @@ class CheckpointFiles:
         if lines:
             raise ValueError(
                 f"the checkpoint {self._directory} does not have the tensors of its weight map:\n  "
-                + "\n  ".join(lines[:_SHOWN])
+                + "\n  ".join(lines)
             )
 
     def _slice(self, name: str) -> Any:
@@ -104,9 +110,10 @@ class CheckpointFiles:
 def load(files: CheckpointFiles, source: Layout, target: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:
     """Fill the local `tensors` of one rank from files, one tensor of the checkpoint in memory at a time.
 
-    `source` is the checkpoint's layout. Raises ValueError when the plan or a file does not fit, or when nothing reads a
-    tensor of the files that the map does not drop.
+    `source` is the checkpoint's layout. Raises ValueError when the plan, a file or a tensor does not fit, or when
+    nothing reads a tensor of the files that the map does not drop.
     """
+    check_targets(target, rank, tensors)
     files.check_names(source.local(0), source.atoms.weights.dropped)
     plan = Plan.of(source, target, [0] * target.ranks, [0])
     needed: dict[str, list[Move]] = {}
@@ -222,7 +229,7 @@ def _empty(one: LocalTensor) -> Tensor:
 
 
 def _file(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+    return SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:

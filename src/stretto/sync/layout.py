@@ -41,7 +41,7 @@ class Atoms:
                         raise ValueError(
                             f"the {weights.family} map has {piece.name} twice, as [{known.axes}] and as [{piece.axes}]"
                         )
-        width = max(1, *(len(piece.factors) for piece in found.values()))
+        width = max((1, *(len(piece.factors) for piece in found.values())))
         sizes = np.ones((len(found), width), dtype=np.int64)
         for index, piece in enumerate(found.values()):
             sizes[index, : len(piece.factors)] = [weights.size(factor) for factor in piece.factors]

@@ -22,13 +22,13 @@ _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ValueError("a whole number of at least 1")
     return int(text)
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    if not all(part.isdigit() and int(part) for part in text.split("/")):
+    if not all(part.isdecimal() and int(part) for part in text.split("/")):
         raise ValueError("whole numbers of at least 1 with slashes between them, as in 8/8/7/7")
     return tuple(int(part) for part in text.split("/"))
 

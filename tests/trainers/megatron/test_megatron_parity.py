@@ -136,8 +136,6 @@ def transformers_gradient(directory: Path, batch: Batch, out: Path) -> dict[str,
 
 def checkpoint_gradient(world: World, setup: Setup, batch: Batch, out: Path) -> None:
     """Write the trainer's gradient as tensors of the checkpoint."""
-    if world.first:
-        out.mkdir()
     with setup.trainer(world) as trainer:
         write_gradient(trainer.layout(), local_gradient(trainer, mine(world, batch)), out, world)
 

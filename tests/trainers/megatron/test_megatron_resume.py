@@ -21,6 +21,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (DENSE, {"pp": 2, "vpp": 2}),
     (DENSE, {"pp": 2, "dtype": "bfloat16"}),
     (DENSE, {}),
+    (EXPERTS, SHARED),
     (EXPERTS, {"ep": 2}),
     (EXPERTS, {"pp": 2, "pp_layers": (1, 3)}),
 ]

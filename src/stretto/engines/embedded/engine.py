@@ -32,8 +32,8 @@ class EmbeddedEngine:
     """Generates on one device with the weights it was given: the trainer's tensors, or buffers that a transport fills.
 
     Meets :class:`~stretto.engines.base.RolloutEngine`. `eos_ids` end every response; `max_length` bounds prompt +
-    response tokens; `max_sequences` responses are generated at the same time, the others wait for a row. Its weights are
-    of `dtype`; `replicas` engines like it, one a process, make up the layout.
+    response tokens; `max_sequences` responses are generated at the same time, the others wait for a row. Its weights
+    are of `dtype`; `replicas` engines like it, one a process, make up the layout.
     """
 
     def __init__(

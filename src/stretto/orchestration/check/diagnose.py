@@ -55,7 +55,7 @@ def classify(case: Case) -> tuple[str, str]:
 
 def _of_shape(found: Tensor, expected: Tensor) -> tuple[str, str]:
     said = f"its shape is {list(found.shape)} and must be {list(expected.shape)}"
-    turned = found.ndim >= 2 and found.shape == expected.mT.shape and torch.equal(found, expected.mT)
+    turned = found.ndim == expected.ndim >= 2 and torch.equal(found, expected.mT)
     return ("transposed" if turned else "wrong shape"), said
 
 

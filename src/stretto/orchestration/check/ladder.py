@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from stretto.models.checkpoint import load_config, odd_layers
+from stretto.models.checkpoint import load_config
 from stretto.orchestration.check.bench import Bench
 from stretto.orchestration.check.memory import forecast
 from stretto.orchestration.check.numbers import gradients, logits
@@ -56,7 +56,7 @@ def climb(
     )
     with ExitStack() as stack:
         hf_config = load_config(probe.directory)
-        config = settings.config(padded=bool(odd_layers(hf_config)))
+        config = settings.config()
         bench = Bench(settings, probe, world, work, stack, config, hf_config, resident_bytes() or _PROCESS_BYTES)
         broken = None
         for name, rung in LADDER:

@@ -26,6 +26,7 @@ DEADLINE_S = 1800.0
 _RANKS = ("-m", "stretto.orchestration.check.ranks", "--standalone", "--nproc-per-node")
 _WORKER = ("-m", "stretto.orchestration.check.worker")
 _SHOWN = 3000
+_SMALLER = "check fewer layers (--layers) or ranks, and whether memory runs out"
 
 
 def check(settings: CheckSettings, *, worker: Sequence[str] = _WORKER, deadline_s: float = DEADLINE_S) -> Report:
@@ -64,11 +65,11 @@ def _spawn(job: Job, worker: Sequence[str], deadline_s: float) -> Report:
             process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise RunError(
-                f"the ranks did not end within {deadline_s:.0f} s; the last they said:\n{_tail(log)}"
+                f"the ranks did not end within {deadline_s:.0f} s; {_SMALLER}; the last they said:\n{_tail(log)}"
             ) from None
         finally:
             _end(process)
-    return _together(job, log)
+    return _together(job, log, process.returncode)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -81,13 +82,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _together(job: Job, log: Path) -> Report:
-    """The first rank's report, or that of the rank which raised first: others then fail for the want of it."""
+def _together(job: Job, log: Path, code: int) -> Report:
+    """The first rank's report, or that of the rank which raised first: others then fail for the want of it.
+
+    Raises RunError when it would have all passed and torchrun's exit `code` says that a rank died.
+    """
     files = [file for rank in range(job.settings.ranks) if (file := report_file(job.work, rank)).is_file()]
     reports = [one for file in sorted(files, key=lambda one: one.stat().st_mtime_ns) if (one := _read(file))]
     chosen = next((one for one in reports if not one.passed), reports[0] if reports else None)
     if chosen is None or (chosen.passed and len(chosen.rungs) < len(LADDER)):
-        raise RunError(f"the ranks ended without a report; the last they said:\n{_tail(log)}")
+        raise RunError(f"the ranks ended without a report; {_SMALLER}; the last they said:\n{_tail(log)}")
+    if chosen.passed and code:
+        raise RunError(
+            f"every rung passed and then a rank failed (exit code {code}); the last they said:\n{_tail(log)}"
+        )
     left = LADDER[len(chosen.rungs) :]
     broken = chosen.rungs[-1].name
     return Report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +32,8 @@ NOISE_FACTOR = 4.0
 """In bfloat16: so many times what transformers in bfloat16 is off from transformers in float32."""
 _FEW = 4
 """Samples on which a hypothesis is tried first."""
+_SEARCH_S = 600.0
+"""After so long a search ends with what it has found."""
 _HUGE = 1e4
 _NEGLIGIBLE = 1e-6
 """Gradients smaller than this share of the largest are compared with that share: they are sums that cancel."""
@@ -42,12 +45,13 @@ def logits(bench: Bench) -> Outcome:
     expected = _expected(bench, rollouts)
     bound = BOUND if bench.exact else max(BOUND, NOISE_FACTOR * bench.noise)
     found = flat(bench.logprobs(rollouts))
-    if padded := _fill_padding(bench):
-        leaked = relative(flat(bench.logprobs(rollouts)), found)
-        if leaked:
-            why = f"with {_HUGE:g} in the padded rows of the vocabulary, log-probs change by {leaked:.1e}"
-            return Outcome("fail", why, leaked, 0.0, Failure(padded, "padded rows of the vocabulary leak", why))
     measured = relative(found, expected)
+    padding = _padding(bench)
+    padded = _padded_name(bench, padding)
+    # Log-probs that are no numbers already are some other mistake, which the search below is for.
+    if padded and all(map(math.isfinite, found)) and (leaked := _leak(bench, padding, rollouts, found)):
+        why = f"with {_HUGE:g} in the padded rows of the vocabulary, log-probs change by {leaked:.1e}"
+        return Outcome("fail", why, leaked, 0.0, Failure(padded, "padded rows of the vocabulary leak", why))
     if not measured <= bound:
         failure = search(bench, rollouts, expected, measured, bound)
         why = f"log-probs are {measured:.1e} off transformers' (bound {bound:.1e})"
@@ -72,26 +76,53 @@ def _expected(bench: Bench, rollouts: Sequence[Rollout]) -> list[float]:
     return values
 
 
-def _fill_padding(bench: Bench) -> str | None:
-    """Set the rows of the vocabulary that are padding to a huge value; names one that has some, on any rank."""
-    padded, layout, tensors = None, bench.local_layout(), bench.trainer.weights()
+def _padding(bench: Bench) -> dict[str, Tensor]:
+    """Where this rank's tensors have rows of the vocabulary that are padding: masks, by local name."""
+    layout, tensors = bench.local_layout(), bench.trainer.weights()
     if layout is None:
-        return None
+        return {}
     source = bench.files_layout(stored_dtype(bench.probe.directory))
     with CheckpointFiles(bench.probe.directory) as files:
         scratch = Filler(source, layout, bench.world.rank).scratch(tensors, files.read)
-    for name, known in scratch.items():
-        if (empty := known.isnan()).any():
-            padded = ", ".join(checkpoint_names(layout, name))
-            with torch.no_grad():
-                local_part(tensors[name].detach())[empty] = _HUGE
-    return next((name for name in bench.world.gather(padded) if name), None)
+    masks = {name: known.isnan() for name, known in scratch.items()}
+    return {name: empty for name, empty in masks.items() if empty.any()}
+
+
+def _padded_name(bench: Bench, padding: Mapping[str, Tensor]) -> str | None:
+    """The checkpoint's name of a tensor with padding on any rank; None without."""
+    layout = bench.local_layout()
+    own = [", ".join(checkpoint_names(layout, name)) for name in padding] if layout is not None else []
+    return next((name for names in bench.world.gather(own) for name in names if name), None)
+
+
+def _leak(bench: Bench, padding: Mapping[str, Tensor], rollouts: Sequence[Rollout], found: Sequence[float]) -> float:
+    """How far log-probs move from `found` while the padding is huge; it is zero afterwards, as it was."""
+    _fill(bench, padding, _HUGE)
+    leaked = relative(flat(bench.logprobs(rollouts)), found)
+    _fill(bench, padding, 0.0)
+    return leaked
+
+
+@torch.no_grad()
+def _fill(bench: Bench, padding: Mapping[str, Tensor], value: float) -> None:
+    tensors = bench.trainer.weights()
+    for name, empty in padding.items():
+        local_part(tensors[name].detach())[empty] = value
 
 
 def search(
-    bench: Bench, rollouts: Sequence[Rollout], expected: Sequence[float], measured: float, bound: float
+    bench: Bench,
+    rollouts: Sequence[Rollout],
+    expected: Sequence[float],
+    measured: float,
+    bound: float,
+    deadline_s: float = _SEARCH_S,
 ) -> Failure:
-    """Which change of the checkpoint makes the trainer right: all ranks try the same ones, in order."""
+    """Which change of the checkpoint makes the trainer right: all ranks try the same ones, in order.
+
+    After `deadline_s` by the first rank's clock the search ends with the nearest so far.
+    """
+    start, late = time.monotonic(), False
     layout, weights = bench.local_layout(), bench.atoms.weights
     if layout is None:
         return Failure(None, "the model is built otherwise", "no weight map says which tensor is which")
@@ -103,6 +134,8 @@ def search(
         read, filler = Pieces(on_disk, apart, files.read).read, Filler(apart, layout, bench.world.rank)
         cut = max(bench.settings.tp, bench.settings.ep)
         for one in hypotheses(weights, bench.sides, shards=cut, stages=bench.settings.stages):
+            if late := bench.world.from_first(time.monotonic() - start > deadline_s):
+                break
             tried += 1
             now = _difference_under(bench, one, filler, tensors, read, rollouts[:_FEW], expected)
             if now <= bound:  # few samples screen, all of them confirm
@@ -112,8 +145,10 @@ def search(
                 return Failure(", ".join(one.parameters), one.kind, said)
             nearest = min(nearest, (now, f"{', '.join(one.parameters)}: {one.kind}"))
     said = f"{tried} mistakes of one row were tried and none explains it"
-    said += f"; nearest ({nearest[0]:.1e}): {nearest[1]}" if nearest[0] < measured / 2 else ""
-    return Failure(None, "not a single mistake in the map, or the model is built otherwise", said)
+    said += f"; the search ended after {deadline_s:.0f} s with others untried" if late else ""
+    said += f"; nearest ({nearest[0]:.1e}): {nearest[1]}" if late or nearest[0] < measured / 2 else ""
+    kind = "not found in time" if late else "not a single mistake in the map, or the model is built otherwise"
+    return Failure(None, kind, said)
 
 
 def _difference_under(

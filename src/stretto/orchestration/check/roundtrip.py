@@ -52,7 +52,7 @@ def round_trip(bench: Bench) -> Outcome:
         shutil.rmtree(exported)
     if bench.publisher is None:
         engine = bench.settings.engine
-        return Outcome("pass", f"checkpoint to trainer and back is bitwise; a live {engine} is not filled yet (next)")
+        return Outcome("pass", f"checkpoint to trainer and back is bitwise; a live {engine} is not checked")
     return Outcome(
         "pass",
         f"bitwise: checkpoint, trainer and back; the engine ({bench.publisher.transport}) as transformers loads it",

@@ -28,7 +28,7 @@ _DEADLINE_S = 600.0
 def agreement(bench: Bench) -> Outcome:
     """Log-probs of samples that the engines really draw at T = 0.7, and the trainer's of the same."""
     if bench.engine is None:
-        return Outcome("skipped", f"needs a live {bench.settings.engine} (next)")
+        return Outcome("skipped", f"a live {bench.settings.engine} is not checked")
     drawn = _draw(bench)
     measured = _apart(bench, drawn)
     bound = BOUND if bench.exact else max(BOUND, 2 * NOISE_FACTOR * bench.noise)

@@ -49,6 +49,10 @@ class CheckSettings:
                 raise ValueError(f"{', '.join(given)} is for --trainer megatron; FSDP2 has --dp ranks alone")
         elif self.sequence_parallel and self.tp == 1:
             raise ValueError("--sp cuts sequences over tensor parallel ranks: it needs --tp above 1")
+        if self.map_file is not None and self.names == "bridge":
+            raise ValueError(
+                "--map is for the raw names: Megatron-Bridge has maps of its own; leave out --map or --names"
+            )
         if self.engine == "embedded" and self.engine_tp > 1:
             raise ValueError(
                 "the embedded engine holds the whole model on each rank; --engine-tp is for sglang and vllm"
@@ -64,32 +68,32 @@ class CheckSettings:
     def megatron(self) -> MegatronSizes:
         """The sizes of the trainer; FSDP2's ranks are `dp`. Raises ValueError when they do not fit each other."""
         least = math.lcm(self.tp, self.ep * self.etp) // self.tp
-        return MegatronSizes(self.tp, self.pp, self.vpp, self.ep, self.etp, self.dp or least)
+        te = False
+        if self.trainer == "megatron":
+            from stretto.trainers.megatron.parallel import transformer_engine
+
+            te = transformer_engine()
+        return MegatronSizes(self.tp, self.pp, self.vpp, self.ep, self.etp, self.dp or least, te=te)
 
     @property
     def stages(self) -> int:
         """Pipeline stages, virtual ones included: each has at least one layer."""
         return self.pp * self.vpp
 
-    def config(self, *, padded: bool) -> RunConfig:
-        """The run that the check takes its trainer and engine from. Its prompts and rewards are never looked at.
-
-        `padded` for models with layers that take no packed rows.
-        """
+    def config(self) -> RunConfig:
+        """The run that the check takes its trainer and engine from. Its prompts and rewards are never looked at."""
         trainer = {
             "backend": self.trainer,
             "dtype": self.dtype,
             "lr": LEARNING_RATE,
             "micro_batch_tokens": _MICRO_BATCH_TOKENS,
         }
-        if padded:
-            trainer["batching"] = "padded"
         if self.trainer == "megatron":
             sizes = {name: getattr(self, name) for name in _MEGATRON_ALONE}
             trainer |= {name: size for name, size in sizes.items() if size > 1} | {"names": self.names}
             trainer |= {"sequence_parallel": True} if self.sequence_parallel else {}
         model = {"path": self.model}
-        if self.map_file is not None and self.names != "bridge":
+        if self.map_file is not None:
             model["map"] = self.map_file
         return config_from_dict(
             {

@@ -62,8 +62,10 @@ def _climb(job: Job, world: World) -> int:
     try:
         return 0 if climb(job.settings, job.probe, job.work, world, told).passed else 1
     except Exception as error:
-        # The others may wait in a collective for this rank: torchrun ends them, and the parent reads this.
-        file.write_text(Report(last.about, [*last.rungs, Rung(LADDER[len(last.rungs)][0], broke(error))]).to_json())
+        # The others may wait in a collective for this rank: torchrun ends them, and the parent reads this. What goes
+        # wrong behind the last rung has no rung to be told of: there the exit code says it.
+        if len(last.rungs) < len(LADDER):
+            file.write_text(Report(last.about, [*last.rungs, Rung(LADDER[len(last.rungs)][0], broke(error))]).to_json())
         raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from math import ceil, prod
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,8 @@ from stretto.sync.coordinates import atoms_of
 from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import checkpoint_layout, megatron_layout, replica_layout
 from stretto.sync.parallel import MegatronSizes
-from stretto.trainers.megatron import cpu, require_megatron
+from stretto.trainers.megatron import require_megatron
+from stretto.trainers.megatron.parallel import sizes_of
 from stretto.trainers.precision import compute_dtype, dtype_name
 from stretto.world import World
 
@@ -69,12 +69,7 @@ def megatron_footprint(
 
 def _sizes(config: RunConfig, ranks: int) -> MegatronSizes:
     require_megatron()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, of what is deprecated and what is missing in itself
-        cpu.enable()
-        from stretto.trainers.megatron.trainer import sizes_of
-
-        return sizes_of(config, ranks)
+    return sizes_of(config, ranks)
 
 
 def _check(directory: Path, config: RunConfig, sizes: MegatronSizes, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ _MEANING = {
 def even_range(count: int, parts: int, index: int, who: str, factor: str) -> Range:
     """Part `index` of `parts` equal ones. Raises ValueError when they are not equal."""
     if count % parts:
-        raise ValueError(f"{who} does not divide the model's {count} {_MEANING[factor]}")
+        raise ValueError(f"{who} does not divide the model's {count} {_MEANING[factor]}; use a divisor of {count}")
     size = count // parts
     return size * index, size * (index + 1)
 

@@ -26,8 +26,8 @@ class _Builder:
     def __init__(self, atoms: Atoms, dtype: str, sizes: MegatronSizes):
         if atoms.weights.megatron is None:
             raise ValueError(
-                f"the {atoms.weights.family} map has no Megatron-Core model; use the fsdp trainer, or give its WeightMap "
-                "`megatron=` (the settings that TransformerConfig needs, {} when it computes as Llama)"
+                f"the {atoms.weights.family} map has no Megatron-Core model; use the fsdp trainer, or give its "
+                "WeightMap `megatron=` (the settings that TransformerConfig needs, {} when it computes as Llama)"
             )
         self._atoms, self._weights, self._sizes = atoms, atoms.weights, sizes
         self._build = LayoutBuilder(_title(sizes), atoms, sizes.ranks, dtype)
@@ -114,5 +114,7 @@ class _Builder:
 
 
 def _title(sizes: MegatronSizes) -> str:
-    options = {name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "ep", "etp", "dp")}
-    return f"megatron({', '.join(f'{name}={value}' for name, value in options.items() if value > 1)})"
+    """The sizes that are not their defaults."""
+    usual = MegatronSizes()
+    shown = [f"{name}={value}" for name, value in vars(sizes).items() if value != getattr(usual, name)]
+    return f"megatron({', '.join(shown) or 'tp=1'})"

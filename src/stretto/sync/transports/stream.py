@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from stretto.sync.binding import check_targets
 from stretto.sync.layout import Layout
 from stretto.sync.plan import Plan
 from stretto.sync.program import Move, moves_to
@@ -35,6 +36,7 @@ class StreamTransport:
         stream: Callable[[], Iterable[tuple[str, Tensor]]],
         tensors: Mapping[str, Tensor],
     ):
+        check_targets(target, rank, tensors)
         plan = Plan.of(source, target, [0] * target.ranks, [0])
         self._source, self._stream = source, stream
         self._check = StreamCheck(source)

@@ -28,7 +28,7 @@ def build_policy(directory: Path, config: TrainerConfig, world: World) -> Policy
     """
     compute, master = compute_dtype(config, world), master_dtype(config, world)
     model: Any = load_model(directory, master)
-    if config.packed:
+    if config.batching == "packed":
         _check_packable(model.config)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from stretto.algorithms.objective import Stats, merge
 from stretto.config.run import RunConfig
 from stretto.data.batching import MicroBatch, cut, filler, slot_offsets
+from stretto.models.checkpoint import odd_layers
 from stretto.sync.binding import check_tensors
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.layout import Layout
@@ -39,6 +40,7 @@ class FSDPTrainer(SteppingTrainer):
         self._world = world
         self._directory = directory
         self._policy = build_policy(directory, config.trainer, world)
+        self._odd = bool(odd_layers(self._policy.model.config))
         self._optimizer = build_optimizer(self._policy, config.trainer)
         self._reference = build_policy(directory, config.trainer, world) if self._objective.needs_reference else None
         master = dtype_name(master_dtype(config.trainer, world))
@@ -123,7 +125,7 @@ class FSDPTrainer(SteppingTrainer):
     def _cut(self, rollouts: Sequence[Rollout], indices: Sequence[int]) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches, filled up to the largest number on any rank, and that number."""
         settings = self._settings
-        batching = "packed" if settings.packed else "padded"
+        batching = "packed" if settings.packed and not self._odd else "padded"
         parts = cut(rollouts, indices, batching=batching, micro_batch_tokens=settings.micro_batch_tokens)
         passes = int(self._world.max([len(parts)])[0])
         parts += [filler()] * (passes - len(parts))

@@ -46,10 +46,11 @@ def open_megatron(directory: Path, config: RunConfig, world: World) -> Iterator[
 
 @contextmanager
 def _quiet_imports() -> Iterator[None]:
-    """Megatron warns of what is deprecated in itself, and in a dozen places that Transformer Engine is missing."""
-    with warnings.catch_warnings():
-        for category in (UserWarning, DeprecationWarning, FutureWarning):
-            warnings.simplefilter("ignore", category)
+    """Megatron warns of what is deprecated in itself, and in a dozen places that Transformer Engine is missing.
+
+    It also switches all warnings on, so that a filter would not hold: they are recorded and forgotten.
+    """
+    with warnings.catch_warnings(record=True):
         yield
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.models.checkpoint import stored_dtype
-from stretto.sync.binding import check_tensors
+from stretto.sync.binding import tensor_differences
 from stretto.sync.files import CheckpointFiles, load
 from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import checkpoint_layout, megatron_layout
@@ -73,8 +73,12 @@ class BridgeTrainer(MegatronTrainer):
         return build
 
     def _check_built(self) -> None:
-        if self._by_map is not None:
-            check_tensors(self._by_map, self._world.rank, local_tensors(self._models))
+        if self._by_map is None:
+            return
+        own = tensor_differences(self._by_map, self._world.rank, local_tensors(self._models))
+        # All ranks' before one raises: the others would wait for it in the next collective.
+        if lines := [line for lines in self._world.gather(own) for line in lines]:
+            raise ValueError(f"the weight map does not describe {self._by_map.title}:\n  " + "\n  ".join(shown(lines)))
 
     def _fill(self, models: Sequence[Any]) -> None:
         with redirect_stdout(io.StringIO()):  # a progress bar, and warnings about what is checked here

@@ -78,10 +78,6 @@ class Stepper:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def reload(self) -> None:
-        """Take the models' weights anew: after they were written by anything but a step."""
-        self.megatron.reload_model_params()
-
     def set_count(self, updates: int) -> None:
         """Go on after so many steps: AdamW's bias correction counts them, by weight in torch, by group elsewhere."""
         for optimizer in self.parts():

@@ -8,11 +8,35 @@ import math
 import torch
 import torch.distributed as dist
 
+from stretto.config.run import RunConfig
 from stretto.sync.parallel import MegatronSizes
 from stretto.trainers.megatron import cpu, require_megatron
 from stretto.world import World, ensure_group
 
 _LEAST_MINUTES = 10
+
+
+def sizes_of(config: RunConfig, ranks: int) -> MegatronSizes:
+    """The run's parallel sizes on `ranks` processes: what tensor and pipeline parallelism leave is data parallel.
+
+    Raises ValueError when the sizes do not divide the processes.
+    """
+    trainer = config.trainer
+    if ranks % (trainer.tp * trainer.pp):
+        raise ValueError(
+            f"trainer.tp = {trainer.tp} x trainer.pp = {trainer.pp} does not divide the {ranks} processes of the run; "
+            f"start a multiple of {trainer.tp * trainer.pp} with torchrun"
+        )
+    return MegatronSizes(
+        tp=trainer.tp,
+        pp=trainer.pp,
+        vpp=trainer.vpp,
+        ep=trainer.ep,
+        etp=trainer.etp,
+        dp=ranks // (trainer.tp * trainer.pp),
+        pp_layers=trainer.pp_layers,
+        te=transformer_engine(),
+    )
 
 
 def start(sizes: MegatronSizes, world: World, *, seed: int = 0, phase_s: float = 0.0) -> None:
@@ -48,10 +72,16 @@ def start(sizes: MegatronSizes, world: World, *, seed: int = 0, phase_s: float =
 
 
 def stop() -> None:
-    """Forget the groups that `start` made. The world's own group stays; `leave_world` ends it."""
+    """End the groups that `start` made. The world's own group stays; `leave_world` ends it.
+
+    Megatron would only forget them, and each has threads (gloo) or buffers (NCCL) of its own.
+    """
     from megatron.core import parallel_state
 
+    made = dict.fromkeys(filter(None, getattr(parallel_state, "_global_process_group_list", None) or ()))
     parallel_state.destroy_model_parallel()
+    for group in made:
+        dist.destroy_process_group(group)
 
 
 def transformer_engine() -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from stretto.models.checkpoint import odd_layers
 from stretto.sync.parallel import MegatronSizes
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 SCALE_EMBEDDINGS = "scale_embeddings"
 """The option that is no field of Megatron's config: embeddings times the root of the hidden size, as in Gemma."""
@@ -49,6 +51,9 @@ def transformer_config(
 
     Raises ValueError for what Megatron-Core cannot compute as transformers does.
     """
+    # Here, for a forecast reads this file without Megatron-Core.
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
     running = run_settings(hf_config, sizes, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
     attention = _latent_attention(hf_config) if is_latent(hf_config) else _attention(hf_config)
     values = {

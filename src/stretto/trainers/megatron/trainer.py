@@ -20,7 +20,6 @@ from stretto.sync.coordinates import atoms_of
 from stretto.sync.files import CheckpointFiles, load
 from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import checkpoint_layout, megatron_layout
-from stretto.sync.parallel import MegatronSizes
 from stretto.trainers.base import StepReport
 from stretto.trainers.export import export
 from stretto.trainers.groups import DataParallel, Groups
@@ -44,13 +43,12 @@ class MegatronTrainer(SteppingTrainer):
     """
 
     def __init__(self, directory: Path, config: RunConfig, world: World):
-        _check(config)
         atoms = atoms_of(directory, config.model.map)
-        self._directory, self._world, self._sizes = directory, world, sizes_of(config, world.size)
+        self._directory, self._world, self._sizes = directory, world, parallel.sizes_of(config, world.size)
         self._hf_config: Any = load_config(directory)
         self._dtype = compute_dtype(config.trainer, world)
         self._layout = self._layout_of(atoms)
-        parallel.start(self._sizes, world, seed=config.seed)
+        parallel.start(self._sizes, world, seed=config.seed, phase_s=config.rollout.timeout_s)
         self._groups = _groups(world.device)
         super().__init__(config, self._groups.replicas)
         build = self._builder(atoms.weights.megatron or {}, config.trainer.sequence_parallel)
@@ -234,29 +232,6 @@ class MegatronTrainer(SteppingTrainer):
         export(directory, self._layout, self.weights, dtype, self._directory, self._world)
 
 
-def sizes_of(config: RunConfig, ranks: int) -> MegatronSizes:
-    """The run's parallel sizes on `ranks` processes: what tensor and pipeline parallelism leave is data parallel.
-
-    Raises ValueError when the sizes do not divide the processes.
-    """
-    trainer = config.trainer
-    if ranks % (trainer.tp * trainer.pp):
-        raise ValueError(
-            f"trainer.tp = {trainer.tp} x trainer.pp = {trainer.pp} does not divide the {ranks} processes of the run; "
-            f"start a multiple of {trainer.tp * trainer.pp} with torchrun"
-        )
-    return MegatronSizes(
-        tp=trainer.tp,
-        pp=trainer.pp,
-        vpp=trainer.vpp,
-        ep=trainer.ep,
-        etp=trainer.etp,
-        dp=ranks // (trainer.tp * trainer.pp),
-        pp_layers=trainer.pp_layers,
-        te=parallel.transformer_engine(),
-    )
-
-
 def local_tensors(models: Sequence[Any]) -> Mapping[str, Tensor]:
     """Parameters and persistent buffers by local name, after `vp<chunk>.` when there are several chunks."""
     return {
@@ -265,11 +240,6 @@ def local_tensors(models: Sequence[Any]) -> Mapping[str, Tensor]:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)
     }
-
-
-def _check(config: RunConfig) -> None:
-    if config.trainer.dtype == "float64":
-        raise ValueError("the megatron trainer's optimizer is float32; set trainer.dtype to auto, float32 or bfloat16")
 
 
 def _groups(device: torch.device) -> Groups:
