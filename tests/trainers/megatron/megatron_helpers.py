@@ -172,12 +172,3 @@ def snapshot(trainer: Any) -> dict[str, Tensor]:
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Whether all tensors are equal, bit by bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def refusal(world: World, setup: Setup) -> str:
-    """What opening the trainer says when it refuses; nothing when it does not."""
-    try:
-        with setup.trainer(world):
-            return ""
-    except ValueError as error:
-        return str(error)

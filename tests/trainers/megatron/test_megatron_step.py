@@ -25,7 +25,6 @@ from megatron_helpers import (
     halves,
     mine,
     parameters_of,
-    refusal,
     same,
     snapshot,
     with_behaviour,
@@ -247,8 +246,3 @@ def masters_after_a_step(world: World, setup: Setup) -> list[Tensor]:
         trainer.offload()
         trainer.onload()
         return [one.clone() for group in trainer._optimizer.megatron.param_groups for one in group["params"]]
-
-
-def test_float64_is_refused(alone: Ranks, models: dict[str, Path]) -> None:
-    (message,) = alone.run(refusal, Setup(models[DENSE], {"dtype": "float64"}))
-    assert "set trainer.dtype to auto, float32 or bfloat16" in message
