@@ -289,13 +289,19 @@ def assert_filled(layout: Layout, rank: int) -> None:
 
 
 def test_two_maps_for_one_configuration_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file of the user's goes before a shipped map; two files, and two shipped maps, contradict each other."""
     monkeypatch.setitem(registry._CLAIMS, "LlamaConfig", list(registry.families()["LlamaConfig"]))
-    rival = tmp_path / "rival.py"
-    rival.write_text(
-        "from stretto.models.registry import family\n\n\n@family('LlamaConfig')\ndef rival(c):\n    return None\n"
-    )
-    load_map_file(rival)
-    with pytest.raises(ValueError, match=r"2 weight maps claim LlamaConfig: .*llama\.llama.*rival\.rival"):
+    said = "from stretto.models.llama import llama\nfrom stretto.models.registry import family\n\n\n"
+    said += "@family('LlamaConfig')\ndef rival(c):\n    return llama(c)\n"
+    for directory in ("one", "two"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "rival.py").write_text(said)
+    load_map_file(tmp_path / "one" / "rival.py")
+    assert registry.claims(CASES["llama"]())[0].__qualname__ == "rival"
+    load_map_file(tmp_path / "one" / "rival.py")
+    assert weight_map(CASES["llama"]()).family == "llama"
+    load_map_file(tmp_path / "two" / "rival.py")
+    with pytest.raises(ValueError, match=r"2 weight maps claim LlamaConfig: .*one.*rival\.py.*two.*rival\.py"):
         weight_map(CASES["llama"]())
 
 

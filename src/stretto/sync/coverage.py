@@ -125,7 +125,7 @@ def differences(what: str, names: Sequence[str], candidates: Iterable[str]) -> l
     """
     known = list(candidates)
     lines = [f"{what} {name}{_nearest(name, known)}" for name in names[:_SHOWN]]
-    return [*lines, *([f"{what} {len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])]
+    return [*lines, *([f"... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])]
 
 
 def _nearest(name: str, candidates: Collection[str]) -> str:
@@ -135,7 +135,7 @@ def _nearest(name: str, candidates: Collection[str]) -> str:
 
 def _some(lines: Sequence[str]) -> list[str]:
     left = len(lines) - _SHOWN
-    return [*lines[:_SHOWN], *([f"... and {left} more"] if left > 0 else [])]
+    return [*lines[:_SHOWN], f"... and {left} more"] if left > 1 else list(lines)
 
 
 def _refuse(source: Layout, target: Layout, lines: Sequence[str]) -> None:
