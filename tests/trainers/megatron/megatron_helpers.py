@@ -164,6 +164,14 @@ def gradient(trainer: Any, own: Batch) -> tuple[float, dict[str, Tensor]]:
     return loss, {single: found[local] for local, single, _ in parameters_of(trainer)}
 
 
+def whole_gradient(world: World, setup: Setup) -> tuple[Batch, float, dict[str, Tensor], dict[str, float]]:
+    """On one rank: the batch with behaviour log-probs, its loss and gradient, and the metrics of a step."""
+    with setup.trainer(world) as trainer:
+        batch = with_behaviour(trainer.logprobs(BATCH.rollouts))
+        loss, found = gradient(trainer, batch)
+        return batch, loss, found, dict(trainer.step(batch).metrics)
+
+
 def snapshot(trainer: Any) -> dict[str, Tensor]:
     """Copies of this rank's weights."""
     return {name: tensor.detach().clone() for name, tensor in trainer.weights().items()}

@@ -1,4 +1,7 @@
-"""Megatron-Core against transformers with the same checkpoint, and against the FSDP2 trainer on the same rollouts."""
+"""Megatron-Core against transformers with the same checkpoint, the FSDP2 trainer on the same rollouts, and itself.
+
+All that needs four ranks is here: a file has its processes to itself.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from megatron_helpers import (
     BIASED,
     CENTRED,
     DENSE,
+    EVERYTHING_ON,
     EXPERTS,
     LATENT,
     PP2,
@@ -22,14 +26,16 @@ from megatron_helpers import (
     VOCABULARY,
     Setup,
     cut_like,
+    gradient,
     mine,
     parameters_of,
+    whole_gradient,
     with_behaviour,
 )
 from safetensors.torch import load_file
 from torch import Tensor
 from trainer_ranks import Ranks
-from trainer_samples import new_trainer, run_config, share
+from trainer_samples import new_trainer, run_config, share, worst
 
 from stretto.orchestration.check.gradients import local_gradient, write_gradient
 from stretto.types import Batch
@@ -227,3 +233,44 @@ def test_training_follows_the_fsdp_trainer(pair: Ranks, models: dict[str, Path],
     assert max(abs(one - other) for one, other in zip(expected[:3], expected[-4:], strict=False)) > 0.1
     for found in pair.run(losses, Setup(models[DENSE], sizes, algorithm), batches):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+MORE_CUTS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
+    (2, DENSE, SHARED | {"activation_checkpointing": True}, EVERYTHING_ON),
+    (2, DENSE, {"pp": 2, "vpp": 2}, EVERYTHING_ON),
+    (2, DENSE, {}, EVERYTHING_ON),
+    (2, EXPERTS, SHARED, {}),
+    (2, EXPERTS, SHARED | {"ep": 2}, EVERYTHING_ON),
+    (2, EXPERTS, {"etp": 2}, {}),
+    (4, DENSE, SHARED | PP2, EVERYTHING_ON),
+    (4, DENSE, TP2 | {"pp": 2, "vpp": 2}, {}),
+    (4, EXPERTS, SHARED | {"ep": 2, "etp": 2}, {}),
+    (4, EXPERTS, {"pp": 2, "ep": 2, "pp_layers": (1, 3)}, EVERYTHING_ON),
+]
+
+
+@pytest.mark.parametrize(("size", "kind", "sizes", "algorithm"), MORE_CUTS, ids=str)
+def test_every_cut_of_the_model_has_the_gradient_of_one_rank(
+    alone: Ranks,
+    ranks: Ranks,
+    models: dict[str, Path],
+    kind: str,
+    sizes: dict[str, Any],
+    algorithm: dict[str, Any],
+) -> None:
+    ((batch, loss, expected, metrics),) = alone.run(whole_gradient, Setup(models[kind], algorithm=algorithm))
+    parts = ranks.run(part_of_gradient, Setup(models[kind], sizes, algorithm), batch, expected)
+    for part in parts:
+        assert part["loss"] == pytest.approx(loss, rel=1e-5)
+        assert part["worst"] < 1e-5
+        assert part["metrics"] == parts[0]["metrics"]
+    assert parts[0]["metrics"].keys() == metrics.keys()
+    assert parts[0]["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def part_of_gradient(world: World, setup: Setup, batch: Batch, expected: Mapping[str, Tensor]) -> dict[str, Any]:
+    with setup.trainer(world) as trainer:
+        own = mine(world, batch)
+        loss, found = gradient(trainer, own)
+        here = {name: cut_like(name, parameter, expected[name]) for _, name, parameter in parameters_of(trainer)}
+        return {"loss": loss, "worst": worst(found, here), "metrics": dict(trainer.step(own).metrics)}

@@ -1,9 +1,9 @@
-"""Optimizer steps on Megatron-Core: one gradient however the model is cut over ranks and the batch over passes."""
+"""Optimizer steps on Megatron-Core: on one rank and on two, good and bad ones, however the batch is cut."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ from megatron_helpers import (
     TP2,
     VOCABULARY,
     Setup,
-    cut_like,
     gradient,
     halves,
-    mine,
     parameters_of,
     same,
     snapshot,
+    whole_gradient,
     with_behaviour,
 )
 from torch import Tensor
@@ -35,15 +34,6 @@ from trainer_samples import share, worst
 
 from stretto.types import Batch
 from stretto.world import World
-
-# On one rank: what every cut is compared with.
-
-
-def whole_gradient(world: World, setup: Setup) -> tuple[Batch, float, dict[str, Tensor], dict[str, float]]:
-    with setup.trainer(world) as trainer:
-        batch = with_behaviour(trainer.logprobs(BATCH.rollouts))
-        loss, found = gradient(trainer, batch)
-        return batch, loss, found, dict(trainer.step(batch).metrics)
 
 
 def plain_gradient(world: World, setup: Setup) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -75,52 +65,6 @@ def test_one_rank_is_a_plain_loop_over_samples(alone: Ranks, models: dict[str, P
     ((found, expected, gradients, plain),) = alone.run(plain_gradient, setup)
     assert found == pytest.approx(expected, abs=2e-5)
     assert worst(gradients, plain) < 1e-5
-
-
-# On several ranks.
-
-# Beside those of the comparison with transformers.
-CUTS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
-    (2, DENSE, SHARED | {"activation_checkpointing": True}, EVERYTHING_ON),
-    (2, DENSE, {"pp": 2, "vpp": 2}, EVERYTHING_ON),
-    (2, DENSE, {}, EVERYTHING_ON),
-    (2, EXPERTS, SHARED, {}),
-    (2, EXPERTS, SHARED | {"ep": 2}, EVERYTHING_ON),
-    (2, EXPERTS, {"etp": 2}, {}),
-    (4, DENSE, SHARED | PP2, EVERYTHING_ON),
-    (4, DENSE, TP2 | {"pp": 2, "vpp": 2}, {}),
-    (4, EXPERTS, SHARED | {"ep": 2, "etp": 2}, {}),
-    (4, EXPERTS, {"pp": 2, "ep": 2, "pp_layers": (1, 3)}, EVERYTHING_ON),
-]
-
-
-@pytest.mark.parametrize(("ranks", "kind", "sizes", "algorithm"), CUTS, ids=str)
-def test_every_cut_of_the_model_has_the_gradient_of_one_rank(
-    request: pytest.FixtureRequest,
-    models: dict[str, Path],
-    ranks: int,
-    kind: str,
-    sizes: dict[str, Any],
-    algorithm: dict[str, Any],
-) -> None:
-    alone: Ranks = request.getfixturevalue("alone")
-    several: Ranks = request.getfixturevalue({2: "pair", 4: "four"}[ranks])
-    ((batch, loss, expected, metrics),) = alone.run(whole_gradient, Setup(models[kind], algorithm=algorithm))
-    parts = several.run(part_of_gradient, Setup(models[kind], sizes, algorithm), batch, expected)
-    for part in parts:
-        assert part["loss"] == pytest.approx(loss, rel=1e-5)
-        assert part["worst"] < 1e-5
-        assert part["metrics"] == parts[0]["metrics"]
-    assert parts[0]["metrics"].keys() == metrics.keys()
-    assert parts[0]["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-
-
-def part_of_gradient(world: World, setup: Setup, batch: Batch, expected: Mapping[str, Tensor]) -> dict[str, Any]:
-    with setup.trainer(world) as trainer:
-        own = mine(world, batch)
-        loss, found = gradient(trainer, own)
-        here = {name: cut_like(name, parameter, expected[name]) for _, name, parameter in parameters_of(trainer)}
-        return {"loss": loss, "worst": worst(found, here), "metrics": dict(trainer.step(own).metrics)}
 
 
 def run_steps(world: World, setup: Setup, batches: Sequence[Sequence[Batch]]) -> dict[str, Any]:
