@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -58,6 +61,31 @@ def smollm2_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(source).save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """A process of its own: what Megatron needs in place of CUDA stays out of this one."""
+    yield from _started(1, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two ranks of one gloo group."""
+    yield from _started(2, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Four ranks of one gloo group."""
+    yield from _started(4, tmp_path_factory)
+
+
+def _started(size: int, directories: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Ended with their file of tests: the idle ranks of several files would fill a small machine's memory."""
+    made = Ranks(size, directories.mktemp(f"ranks-{size}"))
+    yield made
+    made.close()
 
 
 def character_tokenizer():

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 from check_cases import broken, report_of, verdicts
 from check_faults import FAULTS, patched
-from trainer_ranks import Ranks
 
+from ranks import Ranks
 from stretto.orchestration.check import numbers
 from stretto.world import World
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from check_cases import broken, report_of, verdicts
 from family_cases import CASES, ENGINE_ALONE, WITHOUT_MEGATRON
-from trainer_ranks import Ranks
+
+from ranks import Ranks
 
 MEGATRON: dict[str, Any] = {"trainer": "megatron"}
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from run_helpers import write_run
 
+from ranks import Ranks
+
 for helpers in ("trainers", "trainers/megatron", "models", "check"):
     sys.path.insert(0, str(Path(__file__).parents[1] / helpers))
 
 from megatron_helpers import BATCH, DENSE, EXPERTS, mine, write_models  # noqa: E402  # found by the path above
-from trainer_ranks import Ranks  # noqa: E402
 
 from stretto.config import RunConfig, load_config  # noqa: E402
 from stretto.orchestration.footprint import Cut, Footprint, footprint, slabs  # noqa: E402
@@ -37,24 +38,6 @@ HIDDEN, MLP, VOCABULARY, QUERY, KEY, HEAD, LAYERS = 32, 48, 97, 32, 16, 8, 4
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints by kind."""
     return write_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """A process of its own: Megatron's stand-ins for CUDA stay out of this one."""
-    yield from _started(1, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Four ranks of one gloo group."""
-    yield from _started(4, tmp_path_factory)
-
-
-def _started(size: int, directories: pytest.TempPathFactory) -> Iterator[Ranks]:
-    made = Ranks(size, directories.mktemp(f"footprint-ranks-{size}"))
-    yield made
-    made.close()
 
 
 def config_for(directory: Path, model: Path, trainer: dict[str, Any], **sections: Any) -> RunConfig:

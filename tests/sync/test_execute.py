@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from map_oracle import Side, local_tensors, random_values
 from torch import Tensor
 
+from ranks import Ranks
 from stretto.models.language import Held, Piece, WeightMap, layers, row
 from stretto.sync import program as program_module
 from stretto.sync.execute import Execution
@@ -25,6 +21,7 @@ from stretto.sync.layout import Atoms
 from stretto.sync.layouts import EngineSizes
 from stretto.sync.parallel import MegatronSizes
 from stretto.sync.plan import Plan
+from stretto.world import World
 
 CPU = torch.device("cpu")
 DEADLINE_S = 120.0
@@ -146,77 +143,10 @@ class Part:
         ]
 
 
-class Ranks:
-    """Processes joined over gloo, which do jobs: functions of this module, called with the process's number."""
-
-    def __init__(self, size: int, store: Path, timeout_s: float = 60.0):
-        context = multiprocessing.get_context("spawn")
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, str(store), timeout_s), daemon=True)
-            process.start()
-            there.close()
-            self.pipes.append(here)
-            self.processes.append(process)
-
-    def ask(self, job: Callable[..., Any], *args: Any) -> None:
-        for pipe in self.pipes:
-            pipe.send((job, args))
-
-    def answer(self, rank: int) -> tuple[bool, Any]:
-        """Whether the job failed, and its traceback or what it gave back."""
-        assert self.pipes[rank].poll(DEADLINE_S), f"rank {rank} does not answer"
-        return self.pipes[rank].recv()
-
-    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
-        self.ask(job, *args)
-        answers = [self.answer(rank) for rank in range(len(self.pipes))]
-        for rank, (failed, what) in enumerate(answers):
-            assert not failed, f"rank {rank}: {what}"
-        return [what for _, what in answers]
-
-    def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(10)
-            process.kill()
-
-
-def _serve(pipe: Connection, rank: int, size: int, store: str, timeout_s: float) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    while True:
-        try:
-            job, args = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        try:
-            answer = (False, job(rank, *args))
-        except Exception:
-            answer = (True, traceback.format_exc())
-        pipe.send(answer)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    some = Ranks(4, tmp_path_factory.mktemp("gloo") / "store")
-    yield some
-    some.close()
-
-
-def fill(process: int, journey: str, extra_bytes: int, alone: int, gaps: bool) -> dict[str, Any]:
+def fill(world: World, journey: str, extra_bytes: int, alone: int, gaps: bool) -> dict[str, Any]:
     """Three steps and publications; says what was wrong, how many buckets there were, and what memory they took."""
     program_module._ALONE = alone
-    part = Part(journey, process, extra_bytes, scattered if gaps else torch.clone)
+    part = Part(journey, world.rank, extra_bytes, scattered if gaps else torch.clone)
     execution, wrong, places = part.execution, [], set()
     for seed in (0, 1, 1):
         part.step(seed)
@@ -244,8 +174,8 @@ def fill(process: int, journey: str, extra_bytes: int, alone: int, gaps: bool) -
     [(256, 2**23, False), (1024, 16, False), (2**29, 2**23, True), (2**29, 16, False)],
     ids=["tiny buckets", "messages of one piece", "gaps in tensors", "straight"],
 )
-def test_every_rank_gets_its_tensors(ranks: Ranks, journey: str, extra_bytes: int, alone: int, gaps: bool) -> None:
-    found = ranks.run(fill, journey, extra_bytes, alone, gaps)
+def test_every_rank_gets_its_tensors(four: Ranks, journey: str, extra_bytes: int, alone: int, gaps: bool) -> None:
+    found = four.run(fill, journey, extra_bytes, alone, gaps)
     assert [one["wrong"] for one in found] == [[]] * 4
     assert all(one["bytes"] <= extra_bytes for one in found)
     assert all(one["places"] == 1 for one in found), "buckets are the same memory at every publication"
@@ -254,35 +184,35 @@ def test_every_rank_gets_its_tensors(ranks: Ranks, journey: str, extra_bytes: in
         assert max(one["buckets"] for one in found) > 20
 
 
-def disagree(process: int) -> None:
+def disagree(world: World) -> None:
     _, end, at = JOURNEYS["colocated"]
     atoms = Atoms.of(WEIGHTS)
-    begin = Side("megatron", MegatronSizes(tp=2, pp=2, vocab_divisor=4 if process else 16))
+    begin = Side("megatron", MegatronSizes(tp=2, pp=2, vocab_divisor=4 if world.rank else 16))
     plan = Plan.of(begin.layout(atoms), end.layout(atoms), at)
-    Execution(plan, process, dict, dict, device=CPU)
+    Execution(plan, world.rank, dict, dict, device=CPU)
 
 
-def other_buckets(process: int) -> None:
-    Part("apart", process, 1024 if process == 2 else 2048)
+def other_buckets(world: World) -> None:
+    Part("apart", world.rank, 1024 if world.rank == 2 else 2048)
 
 
 @pytest.mark.parametrize(("job", "who"), [(disagree, "[1, 2, 3]"), (other_buckets, "[2]")])
-def test_ranks_with_other_plans_all_say_so(ranks: Ranks, job: Callable[..., None], who: str) -> None:
-    ranks.ask(job)
-    for failed, what in [ranks.answer(rank) for rank in range(4)]:
+def test_ranks_with_other_plans_all_say_so(four: Ranks, job: Callable[..., None], who: str) -> None:
+    four.ask(job)
+    for failed, what in [four.answer(rank) for rank in range(4)]:
         assert failed
         assert f"RuntimeError: ranks {who} have made another plan than rank 0" in what
 
 
-def too_many(process: int) -> None:
+def too_many(world: World) -> None:
     atoms = Atoms.of(WEIGHTS)
     plan = Plan.of(FOUR.layout(atoms), Side("embedded").layout(atoms))
-    Execution(plan, process, dict, dict, device=CPU)
+    Execution(plan, world.rank, dict, dict, device=CPU)
 
 
-def test_a_group_that_is_too_small_is_refused(ranks: Ranks) -> None:
-    ranks.ask(too_many)
-    for failed, what in [ranks.answer(rank) for rank in range(4)]:
+def test_a_group_that_is_too_small_is_refused(four: Ranks) -> None:
+    four.ask(too_many)
+    for failed, what in [four.answer(rank) for rank in range(4)]:
         assert failed
         assert "ValueError: the plan is for 5 processes and the group has 4" in what
 
@@ -295,32 +225,34 @@ class Skipping(Execution):
         return out[:-1], into[:-1], to, back
 
 
-def skip_a_bucket(process: int) -> str:
-    part = Part("apart", process, 256)
-    execution = Skipping(part.plan, process, lambda: part.source, lambda: part.filled, device=CPU, extra_bytes=256)
+def skip_a_bucket(world: World) -> str:
+    part = Part("apart", world.rank, 256)
+    execution = Skipping(part.plan, world.rank, lambda: part.source, lambda: part.filled, device=CPU, extra_bytes=256)
     execution.run()
     execution.verify()
     return "verified"
 
 
-def test_a_bucket_that_is_left_out_is_found_by_its_receivers(ranks: Ranks) -> None:
-    ranks.ask(skip_a_bucket)
-    answers = [ranks.answer(rank) for rank in range(4)]
+def test_a_bucket_that_is_left_out_is_found_by_its_receivers(four: Ranks) -> None:
+    four.ask(skip_a_bucket)
+    answers = [four.answer(rank) for rank in range(4)]
     assert answers[:2] == [(False, "verified")] * 2, "who only sends has nothing to miss"
     for failed, what in answers[2:]:
         assert failed
         assert "was not filled by this publication" in what
 
 
-def die_on_the_way(process: int) -> float:
+def die_on_the_way(world: World) -> float:
     """Process 1 has made the plan with the others and is gone when its part is due."""
     _, end, _ = JOURNEYS["cast"]
     atoms = Atoms.of(WEIGHTS)
     source = Side("fsdp", 2).layout(atoms)
-    tensors = {process: local_tensors(WEIGHTS, Side("fsdp", 2), process, random_values(WEIGHTS))}
+    tensors = {world.rank: local_tensors(WEIGHTS, Side("fsdp", 2), world.rank, random_values(WEIGHTS))}
     filled = {0: {name: torch.zeros(s, dtype=getattr(torch, d)) for name, (s, d) in end.layout(atoms).local(0).items()}}
-    execution = Execution(Plan.of(source, end.layout(atoms), [0]), process, lambda: tensors, lambda: filled, device=CPU)
-    if process == 1:
+    execution = Execution(
+        Plan.of(source, end.layout(atoms), [0]), world.rank, lambda: tensors, lambda: filled, device=CPU
+    )
+    if world.rank == 1:
         os._exit(1)
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
@@ -331,7 +263,7 @@ def die_on_the_way(process: int) -> float:
 
 
 def test_a_process_that_dies_is_an_error_for_those_who_wait_for_it(tmp_path: Path) -> None:
-    two = Ranks(2, tmp_path / "store", timeout_s=20.0)
+    two = Ranks(2, tmp_path, group_timeout_s=20.0)
     try:
         two.ask(die_on_the_way)
         failed, waited = two.answer(0)

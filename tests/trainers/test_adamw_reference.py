@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trainer_ranks import Ranks
 from trainer_samples import mixed_batch, new_trainer, run_config, share, values, with_behaviour, worst
 from transformers import AutoModelForCausalLM
 
+from ranks import Ranks
 from stretto.types import Batch, Rollout
 from stretto.world import World
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_ranks import Ranks
 from trainer_samples import (
     Batching,
     budget_for,
@@ -23,6 +22,7 @@ from trainer_samples import (
     worst,
 )
 
+from ranks import Ranks
 from stretto.trainers.updates import plan_updates
 from stretto.types import Batch
 from stretto.world import World

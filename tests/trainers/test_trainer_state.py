@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from trainer_ranks import Ranks
 from trainer_samples import mixed_batch, new_trainer, run_config, share, values, worst
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ranks import Ranks
 from stretto.config import RunConfig
 from stretto.trainers.fsdp import FSDPTrainer
 from stretto.types import Batch

@@ -16,11 +16,10 @@ from torch import Tensor
 from stretto.sync.binding import check_targets
 from stretto.sync.coverage import differences
 from stretto.sync.execute import Execution
+from stretto.sync.fill import Filler
 from stretto.sync.layout import Layout, LocalTensor
 from stretto.sync.plan import Plan
-from stretto.sync.program import Move, moves_to
 from stretto.sync.streaming import StreamCheck
-from stretto.sync.views import copy, view
 
 _FILE_BYTES = 5 * 10**9
 _SHOWN = 20
@@ -115,21 +114,15 @@ def load(files: CheckpointFiles, source: Layout, target: Layout, rank: int, tens
     """
     check_targets(target, rank, tensors)
     files.check_names(source.local(0), source.atoms.weights.dropped)
-    plan = Plan.of(source, target, [0] * target.ranks, [0])
-    needed: dict[str, list[Move]] = {}
-    for move in moves_to(plan, rank):
-        needed.setdefault(move.source.tensor, []).append(move)
     shapes = source.local(0)
-    for name, moves in needed.items():
-        whole = files.read(name).contiguous()
+
+    def read(name: str) -> Tensor:
+        whole = files.read(name)
         if tuple(whole.shape) != shapes[name][0]:
             raise ValueError(f"{name} is {list(whole.shape)} on disk and {list(shapes[name][0])} by the weight map")
-        with torch.no_grad():
-            copy(
-                [view(tensors[move.target.tensor].detach(), move.target, move.size) for move in moves],
-                [view(whole, move.source, move.size) for move in moves],
-                [move.shift for move in moves],
-            )
+        return whole
+
+    Filler(source, target, rank).fill(tensors, read)
 
 
 def export(

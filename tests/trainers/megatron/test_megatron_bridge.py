@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron_helpers import move_vectors
 from torch import Tensor
-from trainer_ranks import Ranks
 from trainer_samples import ALONE, mixed_batch, run_config, share
 
+from ranks import Ranks
 from stretto.sync import files
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.layouts import checkpoint_layout, replica_layout

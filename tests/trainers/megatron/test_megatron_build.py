@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainer_ranks import Ranks
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from ranks import Ranks
 from stretto.sync.parallel import MegatronSizes
 from stretto.world import World
 

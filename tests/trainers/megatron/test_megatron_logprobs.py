@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainer_ranks import Ranks
 
+from ranks import Ranks
 from stretto.trainers.megatron.logprobs import VocabShard, head_logprobs, vocab_parallel_logprobs
 from stretto.world import World
 

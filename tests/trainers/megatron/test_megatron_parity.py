@@ -34,9 +34,9 @@ from megatron_helpers import (
 )
 from safetensors.torch import load_file
 from torch import Tensor
-from trainer_ranks import Ranks
 from trainer_samples import new_trainer, run_config, share, worst
 
+from ranks import Ranks
 from stretto.orchestration.check.gradients import local_gradient, write_gradient
 from stretto.types import Batch
 from stretto.world import World

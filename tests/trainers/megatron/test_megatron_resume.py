@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron_helpers import BATCH, DENSE, EXPERTS, SHARED, Setup, halves, same, snapshot
 from torch import Tensor
-from trainer_ranks import Ranks
 
+from ranks import Ranks
 from stretto.types import Batch
 from stretto.world import World
 

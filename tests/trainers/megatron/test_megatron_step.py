@@ -29,9 +29,9 @@ from megatron_helpers import (
     with_behaviour,
 )
 from torch import Tensor
-from trainer_ranks import Ranks
 from trainer_samples import share, worst
 
+from ranks import Ranks
 from stretto.types import Batch
 from stretto.world import World
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,42 +12,16 @@ import torch
 from torch import Tensor
 
 from stretto.sync.files import CheckpointFiles
+from stretto.sync.fill import Filler, Read
 from stretto.sync.layout import Layout
-from stretto.sync.plan import Plan
-from stretto.sync.program import Move, moves_to
-from stretto.sync.views import copy, view
 from stretto.world import local_part
 
-Read = Callable[[str], Tensor]
-"""A tensor of the checkpoint by its name there."""
 
-
-class Filler:
-    """Fills one rank's tensors from tensors of the checkpoint, again and again, by a plan made once."""
-
-    def __init__(self, source: Layout, target: Layout, rank: int):
-        self._moves: dict[str, list[Move]] = {}
-        for move in moves_to(Plan.of(source, target, [0] * target.ranks, [0]), rank):
-            self._moves.setdefault(move.source.tensor, []).append(move)
-
-    @torch.no_grad()
-    def fill(self, tensors: Mapping[str, Tensor], read: Read, names: Collection[str] | None = None) -> None:
-        """Write what the checkpoint's tensors `names` (all when None) have in `tensors`, by local name."""
-        for name, moves in self._moves.items():
-            if names is not None and name not in names:
-                continue
-            whole = read(name).contiguous()
-            copy(
-                [view(local_part(tensors[m.target.tensor].detach()), m.target, m.size) for m in moves],
-                [view(whole, m.source, m.size) for m in moves],
-                [m.shift for m in moves],
-            )
-
-    def scratch(self, tensors: Mapping[str, Tensor], read: Read) -> dict[str, Tensor]:
-        """Tensors like `tensors`, filled anew; NaN where the checkpoint has nothing (padded rows of the vocabulary)."""
-        made = {name: torch.full_like(local_part(one.detach()), torch.nan) for name, one in tensors.items()}
-        self.fill(made, read)
-        return made
+def scratch(filler: Filler, tensors: Mapping[str, Tensor], read: Read) -> dict[str, Tensor]:
+    """Tensors like `tensors`, filled anew; NaN where the checkpoint has nothing (padded rows of the vocabulary)."""
+    made = {name: torch.full_like(local_part(one.detach()), torch.nan) for name, one in tensors.items()}
+    filler.fill(made, read)
+    return made
 
 
 def same(found: Tensor, expected: Tensor, *, rounded: bool = False) -> bool:

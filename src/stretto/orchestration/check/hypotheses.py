@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stretto.models.language import Held, Piece, Row, WeightMap
-from stretto.orchestration.check.compare import Read
+from stretto.sync.fill import Read
 from stretto.sync.layout import at_layer
 
 Change = Callable[[Read], dict[str, Tensor]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stretto.models.checkpoint import stored_dtype
 from stretto.orchestration.check.bench import Bench, flat
-from stretto.orchestration.check.compare import FileTensors, Filler, Read, checkpoint_names, of_gradients, relative
+from stretto.orchestration.check.compare import FileTensors, checkpoint_names, of_gradients, relative, scratch
 from stretto.orchestration.check.diagnose import Case, classify
 from stretto.orchestration.check.gradients import local_gradient, write_gradient
 from stretto.orchestration.check.hypotheses import Hypothesis, hypotheses
@@ -22,6 +22,7 @@ from stretto.orchestration.check.reference import Reference
 from stretto.orchestration.check.report import Failure, Outcome
 from stretto.orchestration.check.samples import scored_rollouts, training_batch, with_logprobs
 from stretto.sync.files import CheckpointFiles
+from stretto.sync.fill import Filler, Read
 from stretto.sync.layout import Layout
 from stretto.types import Batch, Rollout
 from stretto.world import local_part
@@ -83,8 +84,8 @@ def _padding(bench: Bench) -> dict[str, Tensor]:
         return {}
     source = bench.files_layout(stored_dtype(bench.probe.directory))
     with CheckpointFiles(bench.probe.directory) as files:
-        scratch = Filler(source, layout, bench.world.rank).scratch(tensors, files.read)
-    masks = {name: known.isnan() for name, known in scratch.items()}
+        filled = scratch(Filler(source, layout, bench.world.rank), tensors, files.read)
+    masks = {name: known.isnan() for name, known in filled.items()}
     return {name: empty for name, empty in masks.items() if empty.any()}
 
 
@@ -230,8 +231,8 @@ def _copies_differ(bench: Bench, layout: Layout, found: Mapping[str, Tensor], di
     """Every rank's copy of a gradient must be the one that was compared: else replicas would drift apart."""
     failure = None
     with CheckpointFiles(directory) as files:
-        scratch = Filler(of_gradients(bench.files_layout()), layout, bench.world.rank).scratch(found, files.read)
-    for name, expected in scratch.items():
+        filled = scratch(Filler(of_gradients(bench.files_layout()), layout, bench.world.rank), found, files.read)
+    for name, expected in filled.items():
         known = ~expected.isnan()
         size = max(float(expected[known].norm()), 1e-12)
         if float((found[name] - expected)[known].norm()) > BOUND * size and failure is None:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from stretto.models.language import Held, Row
-from stretto.orchestration.check.compare import Read
+from stretto.sync.fill import Read, make
 from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import checkpoint_layout
 from stretto.sync.plan import Plan
 from stretto.sync.program import Move, moves_to
-from stretto.sync.views import copy, view
 
 
 def pieces_layout(atoms: Atoms, dtype: str) -> Layout:
@@ -42,11 +41,7 @@ class Pieces:
     def read(self, name: str) -> Tensor:
         """One piece."""
         moves = self._moves[name]
-        whole = [self._read(move.source.tensor).contiguous() for move in moves]
-        piece = torch.empty(self._shapes[name], dtype=whole[0].dtype)
-        copy(
-            [view(piece, move.target, move.size) for move in moves],
-            [view(one, move.source, move.size) for one, move in zip(whole, moves, strict=True)],
-            [move.shift for move in moves],
-        )
+        whole = {move.source.tensor: self._read(move.source.tensor) for move in moves}
+        piece = torch.empty(self._shapes[name], dtype=whole[moves[0].source.tensor].dtype)
+        make(moves, whole, {name: piece})
         return piece

@@ -13,12 +13,12 @@ from stretto.models.checkpoint import stored_dtype
 from stretto.orchestration.check.bench import Bench
 from stretto.orchestration.check.compare import (
     FileTensors,
-    Filler,
     as_held,
     checkpoint_names,
     digests,
     first_named,
     same,
+    scratch,
     shifted_tensors,
 )
 from stretto.orchestration.check.diagnose import Case, classify
@@ -26,6 +26,7 @@ from stretto.orchestration.check.reference import held_tensors
 from stretto.orchestration.check.report import Failure, Outcome
 from stretto.orchestration.live import connect
 from stretto.sync.files import CheckpointFiles
+from stretto.sync.fill import Filler
 from stretto.sync.publication import Publisher
 from stretto.world import local_part
 
@@ -94,13 +95,13 @@ def trainer_holds(
     if layout is None:
         return None
     source = bench.files_layout(stored_dtype(bench.probe.directory))
-    scratch = Filler(source, layout, bench.world.rank).scratch(tensors, read.__getitem__)
+    filled = scratch(Filler(source, layout, bench.world.rank), tensors, read.__getitem__)
     shifted = shifted_tensors(layout) if rounded else set()
-    for name, expected in scratch.items():
+    for name, expected in filled.items():
         held = local_part(tensors[name].detach())
         if same(held, expected, rounded=name in shifted):
             continue
-        case = Case(name, held, expected, scratch, (earlier or {}).get(name), bench.settings.tp)
+        case = Case(name, held, expected, filled, (earlier or {}).get(name), bench.settings.tp)
         kind, evidence = classify(case)
         pieces = checkpoint_names(layout, name)
         said = f"rank {bench.world.rank}'s {name} ({', '.join(pieces)}): {evidence}"

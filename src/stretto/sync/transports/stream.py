@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from stretto.sync.binding import check_targets
+from stretto.sync.fill import Filler
 from stretto.sync.layout import Layout
-from stretto.sync.plan import Plan
-from stretto.sync.program import Move, moves_to
 from stretto.sync.streaming import StreamCheck
-from stretto.sync.views import copy, view
 from stretto.types import Version
 
 
@@ -37,31 +34,17 @@ class StreamTransport:
         tensors: Mapping[str, Tensor],
     ):
         check_targets(target, rank, tensors)
-        plan = Plan.of(source, target, [0] * target.ranks, [0])
-        self._source, self._stream = source, stream
+        self._source, self._stream, self._tensors = source, stream, tensors
         self._check = StreamCheck(source)
-        self._moves: dict[str, list[tuple[Move, Tensor]]] = {name: [] for name in source.local(0)}
-        for move in moves_to(plan, rank):
-            into = view(tensors[move.target.tensor].detach(), move.target, move.size)
-            self._moves[move.source.tensor].append((move, into))
-        self._bytes = sum(move.bytes for moves in self._moves.values() for move, _ in moves)
+        self._filler = Filler(source, target, rank)
 
-    @torch.no_grad()
     def transfer(self, version: Version) -> int:
         """Take the stream to its end; returns the bytes that are written here. All ranks call together."""
         self._check = StreamCheck(self._source)
         for name, tensor in self._stream():
             if self._check.takes(name, tensor):
-                self._write(name, tensor.detach().contiguous())
-        return self._bytes
-
-    def _write(self, name: str, whole: Tensor) -> None:
-        moves = self._moves[name]
-        copy(
-            [into for _, into in moves],
-            [view(whole, move.source, move.size) for move, _ in moves],
-            [move.shift for move, _ in moves],
-        )
+                self._filler.write(self._tensors, name, tensor)
+        return self._filler.bytes
 
     def verify(self) -> None:
         """Raise RuntimeError with every tensor that never came, came twice, or is not what the layout says."""
