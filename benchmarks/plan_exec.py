@@ -36,7 +36,7 @@ from plan_exec_peers import bridge_export, broadcast, buckets_alone, gather_and_
 from plan_exec_profile import profile_run, stages
 from record import write_result
 
-from stretto.sync.execute import EXTRA_BYTES, Execution
+from stretto.sync.execute import EXTRA_BYTES, Execution, over_group
 from stretto.sync.layouts import checkpoint_layout, replica_layout
 from stretto.sync.plan import Plan
 from stretto.sync.program import Bucket
@@ -109,8 +109,7 @@ def measure_plan(bench: Bench, case: str, extra: int, profiled: bool) -> dict[st
         rank,
         lambda: {rank: bench.source.weights()},
         lambda: {rank: target} if receives else {},
-        device=world.device,
-        extra_bytes=extra,
+        link=over_group(plan, device=world.device, extra_bytes=extra),
     )
     times = bench.seconds(execution.run)
     poison(target)

@@ -16,9 +16,10 @@ from torch import Tensor
 from ranks import Ranks
 from stretto.models.language import Held, Piece, WeightMap, layers, row
 from stretto.sync import program as program_module
-from stretto.sync.execute import Execution
+from stretto.sync.execute import Execution, over_group
 from stretto.sync.layout import Atoms
 from stretto.sync.layouts import EngineSizes
+from stretto.sync.links import GroupLink
 from stretto.sync.parallel import MegatronSizes
 from stretto.sync.plan import Plan
 from stretto.world import World
@@ -110,9 +111,8 @@ class Part:
             rank: {name: form(torch.full_like(one, torch.nan)) for name, one in self.expected(rank, 0).items()}
             for rank in self.targets
         }
-        self.execution = Execution(
-            self.plan, process, lambda: self.source, lambda: self.filled, device=CPU, extra_bytes=extra_bytes
-        )
+        self.link = over_group(self.plan, device=CPU, extra_bytes=extra_bytes)
+        self.execution = Execution(self.plan, process, lambda: self.source, lambda: self.filled, link=self.link)
 
     def _tensors(self, side: Side, rank: int, seed: int, form: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         values = shifted(values_of(self.begin, seed), side)
@@ -143,6 +143,10 @@ class Part:
         ]
 
 
+def slots(link: GroupLink | None) -> list[Tensor]:
+    return list(link._buffers.values()) if link else []
+
+
 def fill(world: World, journey: str, extra_bytes: int, alone: int, gaps: bool) -> dict[str, Any]:
     """Three steps and publications; says what was wrong, how many buckets there were, and what memory they took."""
     program_module._ALONE = alone
@@ -153,12 +157,12 @@ def fill(world: World, journey: str, extra_bytes: int, alone: int, gaps: bool) -
         written = execution.run()
         execution.verify()
         wrong += part.wrong(seed)
-        places.add(tuple(sorted(one.data_ptr() for one in execution._buffers.values())))
+        places.add(tuple(sorted(one.data_ptr() for one in slots(part.link))))
     return {
         "wrong": wrong,
         "written": written,
         "buckets": sum(len(one) for one in execution.program.incoming.values()),
-        "bytes": sum(len(one) for one in execution._buffers.values()),
+        "bytes": sum(len(one) for one in slots(part.link)),
         "places": len(places),
         "expected": sum(
             one.isfinite().sum().item() * one.element_size()
@@ -189,7 +193,7 @@ def disagree(world: World) -> None:
     atoms = Atoms.of(WEIGHTS)
     begin = Side("megatron", MegatronSizes(tp=2, pp=2, vocab_divisor=4 if world.rank else 16))
     plan = Plan.of(begin.layout(atoms), end.layout(atoms), at)
-    Execution(plan, world.rank, dict, dict, device=CPU)
+    over_group(plan, device=CPU)
 
 
 def other_buckets(world: World) -> None:
@@ -207,7 +211,7 @@ def test_ranks_with_other_plans_all_say_so(four: Ranks, job: Callable[..., None]
 def too_many(world: World) -> None:
     atoms = Atoms.of(WEIGHTS)
     plan = Plan.of(FOUR.layout(atoms), Side("embedded").layout(atoms))
-    Execution(plan, world.rank, dict, dict, device=CPU)
+    over_group(plan, device=CPU)
 
 
 def test_a_group_that_is_too_small_is_refused(four: Ranks) -> None:
@@ -227,7 +231,7 @@ class Skipping(Execution):
 
 def skip_a_bucket(world: World) -> str:
     part = Part("apart", world.rank, 256)
-    execution = Skipping(part.plan, world.rank, lambda: part.source, lambda: part.filled, device=CPU, extra_bytes=256)
+    execution = Skipping(part.plan, world.rank, lambda: part.source, lambda: part.filled, link=part.link)
     execution.run()
     execution.verify()
     return "verified"
@@ -249,9 +253,8 @@ def die_on_the_way(world: World) -> float:
     source = Side("fsdp", 2).layout(atoms)
     tensors = {world.rank: local_tensors(WEIGHTS, Side("fsdp", 2), world.rank, random_values(WEIGHTS))}
     filled = {0: {name: torch.zeros(s, dtype=getattr(torch, d)) for name, (s, d) in end.layout(atoms).local(0).items()}}
-    execution = Execution(
-        Plan.of(source, end.layout(atoms), [0]), world.rank, lambda: tensors, lambda: filled, device=CPU
-    )
+    plan = Plan.of(source, end.layout(atoms), [0])
+    execution = Execution(plan, world.rank, lambda: tensors, lambda: filled, link=over_group(plan, device=CPU))
     if world.rank == 1:
         os._exit(1)
     begin = time.monotonic()
@@ -279,7 +282,7 @@ def test_a_process_that_dies_is_an_error_for_those_who_wait_for_it(tmp_path: Pat
 def alone(source: dict[str, Tensor], filled: dict[str, Tensor]) -> Execution:
     atoms = Atoms.of(WEIGHTS)
     plan = Plan.of(Side("embedded").layout(atoms), Side("checkpoint").layout(atoms), [0])
-    return Execution(plan, 0, lambda: {0: source}, lambda: {0: filled}, device=CPU)
+    return Execution(plan, 0, lambda: {0: source}, lambda: {0: filled})
 
 
 def both_sides() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -347,7 +350,7 @@ def test_a_cast_and_one_more_are_rounded_once(source: str, target: str) -> None:
     begin, end = Side("checkpoint", dtype=source).layout(atoms), Side("megatron", MegatronSizes(), target).layout(atoms)
     numbers = torch.linspace(-3, 3, 4096, dtype=torch.float64).float().to(getattr(torch, source))
     filled = {0: {"norm": torch.empty(4096, dtype=getattr(torch, target))}}
-    execution = Execution(Plan.of(begin, end, [0]), 0, lambda: {0: {"norm": numbers}}, lambda: filled, device=CPU)
+    execution = Execution(Plan.of(begin, end, [0]), 0, lambda: {0: {"norm": numbers}}, lambda: filled)
     execution.run()
     assert torch.equal(filled[0]["norm"], (numbers.float() + 1).to(getattr(torch, target)))
     if source == target == "bfloat16":

@@ -88,7 +88,7 @@ def carried(source: Layout, target: Layout, tensors: dict[int, Tensors]) -> dict
         }
         for rank in range(target.ranks)
     }
-    execution = Execution(plan, 0, lambda: tensors, lambda: filled, device=torch.device("cpu"))
+    execution = Execution(plan, 0, lambda: tensors, lambda: filled)
     execution.run()
     execution.verify()
     return filled

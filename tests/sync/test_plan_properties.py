@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto.models.language import Piece, Row, WeightMap
 from stretto.sync import program as program_module
+from stretto.sync.checksum import TRAILER_BYTES, Checksums
 from stretto.sync.execute import Execution
 from stretto.sync.freight import freight
 from stretto.sync.layout import Atoms, Layout
@@ -23,7 +24,6 @@ from stretto.sync.program import Bucket, program
 from stretto.sync.views import Views, copy
 
 Locals = dict[int, dict[str, Tensor]]
-CPU = torch.device("cpu")
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -83,13 +83,13 @@ def in_one_process(source: Layout, target: Layout, tensors: Locals) -> Locals:
     """All ranks of both sides in this process."""
     plan = Plan.of(source, target, [0] * target.ranks, [0] * source.ranks)
     filled = blank(target)
-    execution = Execution(plan, 0, lambda: tensors, lambda: filled, device=CPU)
+    execution = Execution(plan, 0, lambda: tensors, lambda: filled)
     execution.run()
     execution.verify()
     return filled
 
 
-def in_buckets(plan: Plan, tensors: Locals, filled: Locals, bucket_bytes: int) -> None:
+def in_buckets(plan: Plan, tensors: Locals, filled: Locals, bucket_bytes: int, straight: bool) -> None:
     """Every process does its part of the plan, and messages go from hand to hand."""
     parts = [program(plan, process, bucket_bytes) for process in range(plan.process_count)]
     begin = [Views("source", plan.source, [(m, m.source) for m in one.read()]) for one in parts]
@@ -103,19 +103,23 @@ def in_buckets(plan: Plan, tensors: Locals, filled: Locals, bucket_bytes: int) -
             assert parts[other].incoming[process] == buckets, "both ends mean the same buckets"
             for out, into in zip(buckets, parts[other].incoming[process], strict=True):
                 assert out.bytes <= bucket_bytes
-                handed_over(out, begin[process], into, end[other])
+                handed_over(out, begin[process], into, end[other], straight)
     for views in end:
         views.write_back()
 
 
-def handed_over(out: Bucket, begin: Views, into: Bucket, end: Views) -> None:
-    """One bucket from its sender's tensors to its receiver's."""
-    buffers = torch.zeros(2, out.bytes, dtype=torch.uint8)
-    leaving = freight(out, buffers[0], begin, outgoing=True)
-    coming = freight(into, buffers[1], end, outgoing=False)
+def handed_over(out: Bucket, begin: Views, into: Bucket, end: Views, straight: bool) -> None:
+    """One bucket from its sender's tensors to its receiver's, with its checksum."""
+    slots = torch.zeros(2, out.bytes + TRAILER_BYTES, dtype=torch.uint8)
+    leaving = freight(out, slots[0], begin, "out", straight=straight, trailer=TRAILER_BYTES)
+    coming = freight(into, slots[1], end, "in", straight=straight, trailer=TRAILER_BYTES)
+    checks = Checksums()
     leaving.copies.run()
+    checks.stamp(leaving)
     for sent, received in zip(leaving.messages, coming.messages, strict=True):
         received.copy_(sent)
+    checks.expect(coming, "the bucket")
+    checks.verify()
     coming.copies.run()
 
 
@@ -150,9 +154,10 @@ def test_a_plan_fills_every_element_with_the_right_number(journey: tuple[WeightM
     st.sampled_from(["apart", "colocated", "mixed"]),
     st.sampled_from([16, 64, 4096]),
     st.sampled_from([8, 48, program_module._ALONE]),
+    st.booleans(),
 )
 def test_so_it_does_over_many_processes_in_buckets(
-    journey: tuple[WeightMap, Side, Side], where: str, bucket_bytes: int, alone: int
+    journey: tuple[WeightMap, Side, Side], where: str, bucket_bytes: int, alone: int, straight: bool
 ) -> None:
     weights, begin, end = journey
     atoms = Atoms.of(weights)
@@ -166,7 +171,7 @@ def test_so_it_does_over_many_processes_in_buckets(
     inside = stored(weights, begin, random_values(weights))
     filled = blank(target)
     with mock.patch.object(program_module, "_ALONE", alone):
-        in_buckets(plan, held(weights, begin, source.ranks, inside), filled, bucket_bytes)
+        in_buckets(plan, held(weights, begin, source.ranks, inside), filled, bucket_bytes, straight)
     expected = held(weights, end, target.ranks, arriving(weights, begin, end, inside))
     assert {rank: same(filled[rank], expected[rank]) for rank in filled} == {rank: [] for rank in filled}
 

@@ -22,9 +22,9 @@ class Diary:
 
     name = "diary"
 
-    def __init__(self, fails_at: str = ""):
+    def __init__(self, fails_at: str = "", *, touched: bool = True):
         self.entries: list[object] = []
-        self.fails_at = fails_at
+        self.fails_at, self.touched = fails_at, touched
 
     def _note(self, entry: str, version: Version | None = None) -> None:
         self.entries.append(entry if version is None else (entry, version))
@@ -61,14 +61,15 @@ def test_a_publication_is_prepared_transferred_verified_committed_in_this_order(
     assert publisher.transport == "diary"
 
 
+@pytest.mark.parametrize("touched", [True, False])
 @pytest.mark.parametrize("step", ["transfer", "verify"])
-def test_a_failure_before_the_commit_reaches_the_trainer_and_the_engine(step: str) -> None:
-    diary = Diary(fails_at=step)
+def test_a_failure_before_the_commit_reaches_the_trainer_and_the_engine(step: str, touched: bool) -> None:
+    diary = Diary(fails_at=step, touched=touched)
     publisher = Publisher(diary, diary)
     publisher.open(Version(1, 1))
     with pytest.raises(RuntimeError, match=f"{step} failed"):
         publisher.close()
-    assert diary.entries[-1] == ("fail", Version(1, 1))
+    assert diary.entries[-1] == ("fail" if touched else "cancel", Version(1, 1)), "what nobody wrote to serves on"
     with pytest.raises(RuntimeError, match="its transfer has begun"):
         publisher.cancel()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from stretto.models.language import Held, Piece, Row, row
@@ -134,4 +133,4 @@ def experts() -> list[Row]:
 
 def only(one: Row, *sides: str) -> Row:
     """The row for some sides alone: for a weight whose dtype is fixed on some sides and free on others."""
-    return replace(one, held=MappingProxyType({side: held for side, held in one.held.items() if side in sides}))
+    return replace(one, held={side: held for side, held in one.held.items() if side in sides})

@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 SIDES = ("checkpoint", "memory", "megatron", "te", "grouped", "engine")
@@ -132,7 +131,7 @@ def row(
     sides = MEGATRON_SIDES if tied else SIDES
     held = {side: _tuple(value) for side in sides if (value := given[side]) is not None}
     _check_row(pieces, held, stage)
-    return Row(pieces, MappingProxyType(held), cut, stage, tied)
+    return Row(pieces, held, cut, stage, tied)
 
 
 def _check_row(pieces: Sequence[Piece], held: Mapping[str, Sequence[Held]], stage: str) -> None:
@@ -174,9 +173,7 @@ def layers(
         replace(
             one,
             pieces=tuple(replace(piece, name=prefix + piece.name) for piece in one.pieces),
-            held=MappingProxyType(
-                {s: tuple(replace(h, name=starts[s] + h.name) for h in held) for s, held in one.held.items()}
-            ),
+            held={s: tuple(replace(h, name=starts[s] + h.name) for h in held) for s, held in one.held.items()},
             layers=numbers,
             stage=stage,
         )

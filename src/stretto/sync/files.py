@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stretto.sync.binding import check_targets
 from stretto.sync.coverage import differences
-from stretto.sync.execute import Execution
+from stretto.sync.execute import Execution, over_group
 from stretto.sync.fill import Filler
 from stretto.sync.layout import Layout, LocalTensor
 from stretto.sync.plan import Plan
@@ -142,13 +142,9 @@ def export(
     parts = list(_parts(target))
     for number, part in enumerate(parts, 1):
         written = {name: _empty(one) for one in part for name in one.names()} if rank == 0 else {}
-        execution = Execution(
-            whole.only({one.name for one in part}),
-            rank,
-            lambda: {rank: tensors()},
-            lambda written=written: {0: written},
-            device=device,
-        )
+        plan = whole.only({one.name for one in part})
+        link = over_group(plan, device=device)
+        execution = Execution(plan, rank, lambda: {rank: tensors()}, lambda written=written: {0: written}, link=link)
         execution.run()
         execution.verify()
         if rank == 0:

@@ -23,7 +23,7 @@ _ALONE = 8 * 2**20
 Starting a message costs the host as much as copying a few MiB costs an H200.
 """
 
-_WHOLE = 2**62
+WHOLE = 2**62
 """Bytes that no piece has."""
 
 
@@ -97,7 +97,7 @@ def program(plan: Plan, process: int, bucket_bytes: int) -> Program:
     sender, receiver = plan.sender, plan.receiver
     mine = np.nonzero((sender == process) | (receiver == process))[0]
     limit = max(_ALIGN, bucket_bytes // _ALIGN * _ALIGN)
-    moves = _moves(plan, mine, np.where(plan.local[mine], _WHOLE, limit))
+    moves = _moves(plan, mine, np.where(plan.local[mine], WHOLE, limit))
     local: list[Move] = []
     out: dict[int, list[Move]] = {}
     into: dict[int, list[Move]] = {}
@@ -114,7 +114,7 @@ def program(plan: Plan, process: int, bucket_bytes: int) -> Program:
 def moves_to(plan: Plan, rank: int) -> list[Move]:
     """All moves into one rank of the target, wherever they come from."""
     sends = np.nonzero(plan.sends.target_rank == rank)[0]
-    return [move for _, move in _moves(plan, sends, np.full(len(sends), _WHOLE))]
+    return [move for _, move in _moves(plan, sends, np.full(len(sends), WHOLE))]
 
 
 def _bucketed(links: Mapping[int, Sequence[Move]], limit: int) -> dict[int, tuple[Bucket, ...]]:

@@ -21,6 +21,11 @@ class Transport(Protocol):
 
     name: str
 
+    @property
+    def touched(self) -> bool:
+        """Whether the last `transfer` may have written into the engine's weights; True when that is not known."""
+        ...
+
     def transfer(self, version: Version) -> int:
         """Bring every tensor of `version` over; returns the bytes that moved. All trainer ranks call together.
 
@@ -37,8 +42,8 @@ class Publisher:
     """Publishes versions into one engine; the engine serves the old version or the new one, never a mixture.
 
     `open` comes before the optimizer step, `close` after it: in between no token is computed, so an engine that shares
-    the trainer's tensors never reads half a step. When `close` fails, it raises here and the engine refuses, since its
-    weights may be mixed, until the next publication that goes through.
+    the trainer's tensors never reads half a step. When `close` fails, it raises here; if anything was written by then,
+    the engine refuses, since its weights may be mixed, until the next publication that goes through; else it serves on.
     """
 
     def __init__(self, engine: Receiver, transport: Transport):
@@ -64,7 +69,10 @@ class Publisher:
             moved = self._transport.transfer(version)
             self._transport.verify()
         except BaseException:  # an interrupt leaves half a version as well
-            self._engine.fail(version)
+            if self._transport.touched:
+                self._engine.fail(version)
+            else:
+                self._engine.cancel(version)
             raise
         self._engine.commit(version)
         return moved

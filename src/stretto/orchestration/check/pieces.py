@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ def _apart(row: Row) -> Row:
     if "checkpoint" not in row.held:
         return row
     alone = tuple(Held(piece.name) for piece in row.pieces)
-    return replace(row, held=MappingProxyType({**row.held, "checkpoint": alone}))
+    return replace(row, held={**row.held, "checkpoint": alone})
 
 
 class Pieces:

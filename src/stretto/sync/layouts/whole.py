@@ -19,6 +19,11 @@ def replica_layout(atoms: Atoms, dtype: str, replicas: int) -> Layout:
     return _whole(f"embedded(replicas={replicas})", atoms, "memory", replicas, dtype)
 
 
+def loader_layout(atoms: Atoms, dtype: str, ranks: int) -> Layout:
+    """Engines that load by themselves: each rank is given all tensors of the checkpoint."""
+    return _whole(f"loader(ranks={ranks})", atoms, "checkpoint", ranks, dtype)
+
+
 def fsdp_layout(atoms: Atoms, dtype: str, ranks: int) -> Layout:
     """FSDP2: the rows of each tensor in equal chunks, as ``torch.chunk`` cuts them; the last ranks may get none.
 

@@ -26,6 +26,8 @@ class AliasTransport:
     """The version flips at the optimizer step, which excludes generation."""
 
     name = "alias"
+    touched = True
+    """The optimizer step writes into the engine's tensors."""
 
     def __init__(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]):
         self._source, self._target = source, target

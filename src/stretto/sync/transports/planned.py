@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from stretto.sync.execute import EXTRA_BYTES, Execution
+from stretto.sync.execute import EXTRA_BYTES, Execution, over_group
 from stretto.sync.plan import Plan
 from stretto.types import Version
 
@@ -27,13 +27,20 @@ class PlannedTransport:
         target: Mapping[str, Tensor],
         device: torch.device,
         extra_bytes: int = EXTRA_BYTES,
+        checksums: bool = False,
     ):
         self.name = "collective" if plan.moved_bytes else "local"
         self._target = target
         self._addresses = {name: tensor.data_ptr() for name, tensor in target.items()}
+        link = over_group(plan, device=device, extra_bytes=extra_bytes)
         self._execution = Execution(
-            plan, rank, lambda: {rank: source()}, lambda: {rank: target}, device=device, extra_bytes=extra_bytes
+            plan, rank, lambda: {rank: source()}, lambda: {rank: target}, link=link, checksums=checksums and bool(link)
         )
+
+    @property
+    def touched(self) -> bool:
+        """Whether the last transfer may have written into the engine's tensors."""
+        return self._execution.touched
 
     def transfer(self, version: Version) -> int:
         """Fill every tensor of the engine; returns the bytes that were written here."""

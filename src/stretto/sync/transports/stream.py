@@ -37,12 +37,15 @@ class StreamTransport:
         self._source, self._stream, self._tensors = source, stream, tensors
         self._check = StreamCheck(source)
         self._filler = Filler(source, target, rank)
+        self.touched = False
 
     def transfer(self, version: Version) -> int:
         """Take the stream to its end; returns the bytes that are written here. All ranks call together."""
         self._check = StreamCheck(self._source)
+        self.touched = False
         for name, tensor in self._stream():
             if self._check.takes(name, tensor):
+                self.touched = True
                 self._filler.write(self._tensors, name, tensor)
         return self._filler.bytes
 

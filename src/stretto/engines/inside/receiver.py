@@ -1,0 +1,148 @@
+"""The receiving end of publications, in one rank of an engine.
+
+The engine calls `enter` in each of its ranks and waits; inside, the trainer says over a connection what to do, until it
+lets the engine go on. The engine computes nothing in between, so nothing here races with it.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.sync.binding import tensor_differences
+from stretto.sync.layout import Layout
+from stretto.sync.links import SharedReceiver
+from stretto.sync.plan import Plan
+from stretto.sync.receivers import Terms
+from stretto.sync.receiving import Direct, Loading, Receiving
+from stretto.sync.windows import whole, windows
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What an engine gives of one of its ranks.
+
+    `derived` names tensors that the engine made from its parameters, which a direct write would leave behind; `load`
+    takes whole tensors of the checkpoint through the engine's own loader; `bracket` surrounds a publication.
+    """
+
+    model: nn.Module
+    rank: int
+    device: torch.device
+    derived: Callable[[], list[str]]
+    load: Callable[[Named], None]
+    bracket: Callable[[], AbstractContextManager[None]]
+
+
+_OPEN: dict[str, Receiver] = {}
+
+
+def enter(payload: str, inside: Inside) -> None:
+    """Serve the trainer that `payload` (JSON) names until it lets go.
+
+    Raises ConnectionError when the trainer is gone, RuntimeError when it is silent for longer than it said.
+    """
+    call = json.loads(payload)
+    receiver = _OPEN.get(call["id"])
+    if receiver is None:
+        for other in list(_OPEN.values()):  # of a trainer that is gone
+            other.close()
+        receiver = _OPEN[call["id"]] = Receiver(call, inside)
+    try:
+        receiver.serve()
+    except BaseException:
+        receiver.close()
+        raise
+
+
+class Receiver:
+    """One trainer's connection to this rank, kept from publication to publication."""
+
+    def __init__(self, call: Mapping[str, Any], inside: Inside):
+        self._id, self._timeout_s = call["id"], float(call["timeout_s"])
+        self._inside = inside
+        self._key = bytes.fromhex(call["key"])
+        self._senders: Mapping[int, Any] = {int(number): _address(one) for number, one in call["senders"].items()}
+        self._rank = int(call["first_rank"]) + inside.rank
+        self._control = self._dial(call["control"])
+        self._control.send(self._rank)
+        self._link: SharedReceiver | None = None
+        self._receiving: Receiving | None = None
+
+    def serve(self) -> None:
+        """Do what the trainer says until it says "go on"."""
+        while True:
+            if not self._control.poll(self._timeout_s):
+                raise RuntimeError(f"the trainer was not heard of for {self._timeout_s:g} s")
+            try:
+                command, argument = self._control.recv()
+            except (EOFError, OSError) as error:
+                raise ConnectionError("the trainer is gone") from error
+            if command == "go on":
+                self._control.send((True, None))
+                return
+            try:
+                answer = (True, getattr(self, f"_{command}")(argument))
+            except Exception as error:
+                answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            self._control.send(answer)
+
+    def close(self) -> None:
+        """Let go of the trainer and of its memory."""
+        _OPEN.pop(self._id, None)
+        self._control.close()
+        if self._link is not None:
+            self._link.close()
+
+    def _inspect(self, layout: Layout) -> list[str]:
+        """Why the weights of this rank cannot be written directly, by a layout of what the engine should hold."""
+        held = self._held()
+        named = {name: tensor for name, tensor in held.items() if name in layout.local(self._rank)}
+        missing = tensor_differences(layout, self._rank, named)
+        return [*missing, *self._inside.derived()]
+
+    def _connect(self, argument: tuple[Plan, int, Terms]) -> None:
+        """Take the plan, in which this is process `number`, and meet the senders."""
+        plan, number, terms = argument
+        connections = {sender: self._dial(address) for sender, address in self._senders.items()}
+        for connection in connections.values():
+            connection.send(number)
+        self._link = SharedReceiver(self._inside.device, connections, timeout_s=self._timeout_s)
+        inside, parts = self._inside, windows(plan) if terms.windows else whole(plan)
+        if terms.write == "direct":
+            self._receiving = Direct(parts, number, self._rank, self._link, self._held, checksums=terms.checksums)
+        else:
+            self._receiving = Loading(
+                parts, number, self._rank, self._link, inside.load, inside.device, checksums=terms.checksums
+            )
+
+    def _receive(self, _: None) -> tuple[int, bool, str | None]:
+        """One publication: bytes written, whether anything may have been written, and what went wrong."""
+        assert self._receiving is not None, "connect comes first"
+        try:
+            with self._inside.bracket():
+                return self._receiving.run(), True, None
+        except Exception as error:
+            return 0, self._receiving.touched, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+    def _held(self) -> dict[str, Tensor]:
+        model = self._inside.model
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def _dial(self, address: Any) -> Connection:
+        return Client(_address(address), authkey=self._key)
+
+
+def _address(given: Any) -> Any:
+    """A path of a unix socket, or host and port, as JSON has them."""
+    return given if isinstance(given, str) else (given[0], int(given[1]))

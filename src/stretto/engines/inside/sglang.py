@@ -1,0 +1,29 @@
+"""SGLang's side: a custom weight loader that calls our receiver."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from stretto.engines.inside import receiver
+from stretto.engines.inside.derived import derived
+
+
+def enter(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Named in `custom_weight_loader`; the only tensor is the payload's bytes."""
+    from sglang.srt.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
+
+    payload = bytes(named_tensors[0][1].cpu().tolist()).decode()
+    device = next(model.parameters()).device
+    inside = receiver.Inside(
+        model,
+        get_tensor_model_parallel_rank(),
+        device,
+        lambda: derived(model),
+        model.load_weights,
+        contextlib.nullcontext,
+    )
+    receiver.enter(payload, inside)

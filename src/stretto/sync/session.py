@@ -1,0 +1,169 @@
+"""What a trainer rank and the engines keep between publications: connections, slots, each side's part of the plan."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Literal
+
+from torch import Tensor
+
+from stretto.sync.layout import Layout
+from stretto.sync.links import SharedSender
+from stretto.sync.plan import Plan
+from stretto.sync.receivers import Door, Enterable, Receivers, Terms
+from stretto.sync.sending import FromStream, FromTensors, Sending
+from stretto.sync.windows import whole, windows
+from stretto.world import World
+
+_SLOTS, _ALIGN = 2, 16
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trainer's weights: its layout, and the local tensors that fit it or a stream of whole ones."""
+
+    layout: Layout
+    weights: Callable[[], Mapping[str, Tensor]]
+    stream: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The engines of a run, of `ranks_each` ranks; `engine` is the one that this rank leads, if it leads one.
+
+    Their ranks hold the weights as `direct` says, and take whole tensors, as `loader` says them, otherwise.
+    """
+
+    engine: Enterable | None
+    ranks_each: int
+    direct: Layout
+    loader: Layout
+
+
+@dataclass(frozen=True)
+class Options:
+    """`write`: where the engine takes weights; `extra_bytes` bounds the slots of a rank; every wait is `timeout_s`."""
+
+    write: Literal["auto", "direct", "loader"]
+    extra_bytes: int
+    checksums: bool
+    timeout_s: float
+
+
+class Session:
+    """Made by all ranks of the trainer together.
+
+    Direct writes are taken where every rank of every engine can be written so, unless `options.write` says otherwise;
+    `refused` says why not. Raises ValueError when the weights do not fill the engines', and RuntimeError, on every
+    rank, when an engine's ranks do not come.
+    """
+
+    def __init__(self, world: World, source: Source, destination: Destination, options: Options):
+        self._world, self._options = world, options
+        key = bytes.fromhex(world.from_first(secrets.token_hex(16)))
+        door = Door(key)
+        senders = world.gather(door.address)
+        leads = world.gather(destination.engine is not None)
+        first = sum(leads[: world.rank]) * destination.ranks_each
+        self.receivers = (
+            Receivers(destination.engine, destination.ranks_each, first, senders, key, options.timeout_s)
+            if destination.engine is not None
+            else None
+        )
+        self._link: SharedSender | None = None
+        try:
+            self.call_in()
+            self.refused = self._inspect(destination.direct)
+            terms = self._terms(source)
+            self.sending = self._connect(door, source, destination, terms, first)
+            self.let_go()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            door.close()
+
+    def call_in(self) -> None:
+        """Have the engines' ranks listen. Raises RuntimeError, on every rank, naming whose did not come."""
+        self._on_every_rank(lambda receivers: receivers.begin())
+
+    def let_go(self) -> None:
+        """Let the engines go on."""
+        self._on_every_rank(lambda receivers: receivers.end())
+
+    def hang_up(self) -> None:
+        """Close the way of the buckets: whoever waits for one hears of it at once."""
+        if self._link is not None:
+            self._link.close()
+
+    def close(self) -> None:
+        """Close everything. Ranks that are called in come back with an error."""
+        self.hang_up()
+        if self.receivers is not None:
+            self.receivers.close()
+
+    def _on_every_rank(self, act: Callable[[Receivers], None]) -> None:
+        error = None
+        try:
+            if self.receivers is not None:
+                act(self.receivers)
+        except (RuntimeError, OSError) as failure:
+            error = str(failure)
+        if said := [one for one in self._world.gather(error) if one]:
+            raise RuntimeError("; ".join(said))
+
+    def _inspect(self, direct: Layout) -> list[str]:
+        """Why not every rank's parameters can be written directly."""
+        if self._options.write == "loader":
+            return ['sync.write is "loader"']
+        reasons: list[str] = []
+
+        def ask(receivers: Receivers) -> None:
+            receivers.ask("inspect", [direct] * receivers.count)
+            reasons.extend(line for lines in receivers.answers("inspect") for line in lines)
+
+        self._on_every_rank(ask)
+        found = sorted({line for lines in self._world.gather(reasons) for line in lines})
+        if found and self._options.write == "direct":
+            raise ValueError('sync.write = "direct", but the engine cannot be written so: ' + "; ".join(found[:5]))
+        return found
+
+    def _terms(self, source: Source) -> Terms:
+        write = "loader" if self.refused else "direct"
+        return Terms(write, write == "loader" or source.stream is not None, self._options.checksums)
+
+    def _connect(self, door: Door, source: Source, destination: Destination, terms: Terms, first: int) -> Sending:
+        """Give everyone the plan and make the link."""
+        target = destination.direct if terms.write == "direct" else destination.loader
+        numbers = [self._world.size + rank for rank in range(target.ranks)]
+        plan = Plan.of(source.layout, target, numbers)
+        if self.receivers is not None:
+            mine = numbers[first : first + destination.ranks_each]
+            self.receivers.ask("connect", [(plan, number, terms) for number in mine])
+        connections = _meet(door, numbers, self._options.timeout_s)
+        room = self._options.extra_bytes // _SLOTS // _ALIGN * _ALIGN
+        link = SharedSender(self._world.device, connections, room, timeout_s=self._options.timeout_s)
+        self._link = link
+        self._on_every_rank(lambda receivers: receivers.hear("connect"))
+        parts = windows(plan) if terms.windows else whole(plan)
+        rank, checksums = self._world.rank, self._options.checksums
+        if source.stream is not None:
+            return FromStream(parts, rank, source.stream, link, checksums=checksums)
+        return FromTensors(parts, rank, source.weights, link, checksums=checksums)
+
+
+def _meet(door: Door, numbers: Sequence[int], timeout_s: float) -> dict[int, Connection]:
+    """A connection to each process that receives, by its number."""
+    found: dict[int, Connection] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(found) < len(numbers):
+        connection = door.accept(max(0.01, deadline - time.monotonic()))
+        if connection is None:
+            missing = sorted(set(numbers) - set(found))
+            raise RuntimeError(f"processes {missing} of the engines did not connect within {timeout_s:g} s")
+        found[int(connection.recv())] = connection
+    return found

@@ -1,0 +1,206 @@
+"""Publications into other processes through memory that both see."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from inside_engine import EngineRanks
+from map_oracle import Side, local_tensors, random_values
+from test_execute import WEIGHTS, shifted
+from torch import Tensor
+
+from ranks import Ranks
+from stretto.sync import windows
+from stretto.sync.layout import Atoms
+from stretto.sync.layouts import EngineSizes, loader_layout
+from stretto.sync.session import Destination, Options, Source
+from stretto.sync.transports import IpcTransport
+from stretto.types import Version
+from stretto.world import World
+
+ATOMS = Atoms.of(WEIGHTS)
+ENGINE = Side("engine", EngineSizes("sglang", tp=2, vocab_multiple=4), dtype="float32")
+ALONE = World(0, 1, torch.device("cpu"))
+OPTIONS = Options("auto", 4096, True, 30.0)
+
+
+def engine_tensors(seed: int) -> list[dict[str, Tensor]]:
+    return [local_tensors(WEIGHTS, ENGINE, rank, random_values(WEIGHTS, seed)) for rank in range(2)]
+
+
+def blank(tensors: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{name: torch.full_like(one, torch.nan) for name, one in held.items()} for held in tensors]
+
+
+def files(seed: int) -> dict[str, Tensor]:
+    return local_tensors(WEIGHTS, Side("checkpoint", dtype="float32"), 0, random_values(WEIGHTS, seed))
+
+
+def whole_engine(**settings: Any) -> EngineRanks:
+    """Two ranks that load whole tensors by themselves."""
+    return EngineRanks(blank([files(0), files(0)]), derived=("lm_head is packed",), **settings)
+
+
+def destination(engine: EngineRanks | None) -> Destination:
+    return Destination(engine, 2, ENGINE.layout(ATOMS), loader_layout(ATOMS, "float32", 2))
+
+
+def trainer(side: Side, rank: int, seed: Callable[[], int]) -> Source:
+    def weights() -> dict[str, Tensor]:
+        return local_tensors(WEIGHTS, side, rank, shifted(random_values(WEIGHTS, seed()), side))
+
+    return Source(side.layout(ATOMS), weights)
+
+
+def wrong(engine: EngineRanks, expected: list[dict[str, Tensor]]) -> list[str]:
+    return [
+        f"{rank}: {name}"
+        for rank in range(2)
+        for name, one in engine.tensors(rank).items()
+        if not torch.equal(one.nan_to_num(), expected[rank][name].float().nan_to_num())
+    ]
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Any]]:
+    things: list[Any] = []
+    yield things
+    for one in reversed(things):
+        one.close()
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_every_rank_of_an_engine_gets_its_shards_at_their_addresses(opened: list[Any], checksums: bool) -> None:
+    engine = EngineRanks(blank(engine_tensors(0)))
+    opened.append(engine)
+    step = 0
+    options = Options("auto", 4096, checksums, 30.0)
+    transport = IpcTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: step), destination(engine), options)
+    opened.append(transport)
+    assert transport.refused == []
+    addresses = [engine.addresses(rank) for rank in range(2)]
+    for step in range(3):
+        written = transport.transfer(Version(0, step))
+        assert written == sum(
+            int(one.isfinite().sum()) * one.element_size() for held in engine_tensors(0) for one in held.values()
+        )
+        assert wrong(engine, engine_tensors(step)) == []
+    assert [engine.addresses(rank) for rank in range(2)] == addresses
+
+
+def test_an_engine_with_derived_tensors_gets_whole_ones_through_its_loader(
+    opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 2048)
+    engine = whole_engine(window=2048)
+    opened.append(engine)
+    step = 0
+    transport = IpcTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: step), destination(engine), OPTIONS)
+    opened.append(transport)
+    assert any("lm_head is packed" in reason for reason in transport.refused)
+    for step in range(2):
+        transport.transfer(Version(0, step))
+        assert wrong(engine, [files(step), files(step)]) == []
+
+
+def test_a_stream_of_whole_tensors_fills_an_engine(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 2048)
+    engine = EngineRanks(blank(engine_tensors(0)), window=2048)
+    opened.append(engine)
+    layout = Side("checkpoint", dtype="float32").layout(ATOMS)
+    source = Source(layout, dict, lambda: reversed(files(3).items()))
+    transport = IpcTransport(ALONE, source, destination(engine), OPTIONS)
+    opened.append(transport)
+    transport.transfer(Version(0, 1))
+    assert wrong(engine, engine_tensors(3)) == []
+
+
+def from_two_ranks(world: World, side: Side, write: Literal["auto", "loader"]) -> list[str]:
+    """The first rank leads the engine."""
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon may have no children
+    held = engine_tensors(0) if write == "auto" else [files(0), files(0)]
+    engine = EngineRanks(blank(held)) if world.first else None
+    step = 0
+    options = Options(write, 4096, True, 60.0)
+    transport = IpcTransport(world, trainer(side, world.rank, lambda: step), destination(engine), options)
+    found: list[str] = []
+    for step in range(2):
+        transport.transfer(Version(0, step))
+        if engine is not None:
+            found += wrong(engine, engine_tensors(step) if write == "auto" else [files(step), files(step)])
+    transport.close()
+    if engine is not None:
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("write", ["auto", "loader"])
+def test_two_ranks_of_a_trainer_send_what_each_has(pair: Ranks, write: str) -> None:
+    assert pair.run(from_two_ranks, Side("fsdp", 2), write) == [[], []]
+
+
+def test_a_trainer_whose_weights_are_missing_writes_nothing(opened: list[Any]) -> None:
+    engine = EngineRanks(engine_tensors(7))
+    opened.append(engine)
+    good = trainer(Side("fsdp", 1), 0, lambda: 1)
+    broken = False
+    source = Source(good.layout, lambda: {} if broken else good.weights())
+    transport = IpcTransport(ALONE, source, destination(engine), OPTIONS)
+    opened.append(transport)
+    broken = True
+    with pytest.raises(RuntimeError, match=r"publication of .* failed.*has no tensor"):
+        transport.transfer(Version(0, 1))
+    assert not transport.touched, "the old version may serve on"
+    assert wrong(engine, engine_tensors(7)) == []
+    broken = False
+    transport.transfer(Version(0, 2))
+    assert wrong(engine, engine_tensors(1)) == [], "and the next publication goes through"
+
+
+def test_an_engine_rank_that_dies_midway_is_named_and_may_be_mixed(opened: list[Any]) -> None:
+    engine = EngineRanks(engine_tensors(7))
+    opened.append(engine)
+    good = trainer(Side("fsdp", 1), 0, lambda: 1)
+    reached = threading.Event()
+
+    def weights() -> dict[str, Tensor]:
+        if reached.is_set():
+            os.kill(engine.processes[1].pid, signal.SIGKILL)
+        return good.weights()
+
+    transport = IpcTransport(ALONE, Source(good.layout, weights), destination(engine), OPTIONS)
+    opened.append(transport)
+    reached.set()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 ended in receive|process \d+ is gone"):
+        transport.transfer(Version(0, 1))
+    assert time.monotonic() - begin < 15.0
+    assert transport.touched, "a rank that does not say may have been written into"
+
+
+def test_a_corrupted_bucket_is_refused_by_its_name(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineRanks(engine_tensors(7))
+    opened.append(engine)
+    transport = IpcTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: 1), destination(engine), OPTIONS)
+    opened.append(transport)
+    link = transport._session._link
+    usual = link.start
+
+    def flip(slot: int, out: Any, into: Any) -> Any:
+        link._slots[slot][3] ^= 1
+        return usual(slot, out, into)
+
+    monkeypatch.setattr(link, "start", flip)
+    with pytest.raises(RuntimeError, match=r"engine rank 0.*changed on the way.*bucket 0 from process 0"):
+        transport.transfer(Version(0, 1))
+    assert transport.touched
+    transport.transfer(Version(0, 2))
+    assert wrong(engine, engine_tensors(1)) == []
