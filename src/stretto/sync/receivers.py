@@ -31,11 +31,16 @@ class Enterable(Protocol):
 
 @dataclass(frozen=True)
 class Terms:
-    """How a plan is received: where it is written, in windows or not, with checksums or not."""
+    """How a plan is received: where it is written, in windows or not, with checksums or not, and by which link.
+
+    `store` is the address of the store through which a process group is joined; None: memory that both sides see.
+    """
 
     write: Literal["direct", "loader"]
     windows: bool
     checksums: bool
+    extra_bytes: int
+    store: tuple[str, int] | None
 
 
 @dataclass(frozen=True)

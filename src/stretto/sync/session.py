@@ -6,13 +6,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Literal
 
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from stretto.sync.layout import Layout
-from stretto.sync.links import SharedSender
+from stretto.sync.links import JoinedLink, Link, SharedSender
 from stretto.sync.plan import Plan
 from stretto.sync.receivers import Door, Enterable, Receivers, Terms
 from stretto.sync.sending import FromStream, FromTensors, Sending
@@ -46,12 +48,17 @@ class Destination:
 
 @dataclass(frozen=True)
 class Options:
-    """`write`: where the engine takes weights; `extra_bytes` bounds the slots of a rank; every wait is `timeout_s`."""
+    """`write`: where the engine takes weights; `extra_bytes` bounds the slots of a rank; every wait is `timeout_s`.
 
+    `host` is the trainer's first rank as others reach it, for `collective`.
+    """
+
+    transport: Literal["ipc", "collective"]
     write: Literal["auto", "direct", "loader"]
     extra_bytes: int
     checksums: bool
     timeout_s: float
+    host: str = "127.0.0.1"
 
 
 class Session:
@@ -74,7 +81,8 @@ class Session:
             if destination.engine is not None
             else None
         )
-        self._link: SharedSender | None = None
+        self._link: Link | None = None
+        self._store: TCPStore | None = None
         try:
             self.call_in()
             self.refused = self._inspect(destination.direct)
@@ -134,7 +142,18 @@ class Session:
 
     def _terms(self, source: Source) -> Terms:
         write = "loader" if self.refused else "direct"
-        return Terms(write, write == "loader" or source.stream is not None, self._options.checksums)
+        options = self._options
+        windowed = write == "loader" or source.stream is not None
+        return Terms(write, windowed, options.checksums, options.extra_bytes, self._serve_store())
+
+    def _serve_store(self) -> tuple[str, int] | None:
+        """The address of the store that the first rank serves, when there is a group to join."""
+        if self._options.transport == "ipc":
+            return None
+        if self._world.first:
+            timeout = timedelta(seconds=self._options.timeout_s)
+            self._store = TCPStore(self._options.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        return self._options.host, self._world.from_first(self._store.port if self._store else None)
 
     def _connect(self, door: Door, source: Source, destination: Destination, terms: Terms, first: int) -> Sending:
         """Give everyone the plan and make the link."""
@@ -144,16 +163,29 @@ class Session:
         if self.receivers is not None:
             mine = numbers[first : first + destination.ranks_each]
             self.receivers.ask("connect", [(plan, number, terms) for number in mine])
-        connections = _meet(door, numbers, self._options.timeout_s)
-        room = self._options.extra_bytes // _SLOTS // _ALIGN * _ALIGN
-        link = SharedSender(self._world.device, connections, room, timeout_s=self._options.timeout_s)
-        self._link = link
+        link = self._link = self._make_link(door, numbers, terms)
         self._on_every_rank(lambda receivers: receivers.hear("connect"))
         parts = windows(plan) if terms.windows else whole(plan)
         rank, checksums = self._world.rank, self._options.checksums
         if source.stream is not None:
             return FromStream(parts, rank, source.stream, link, checksums=checksums)
         return FromTensors(parts, rank, source.weights, link, checksums=checksums)
+
+    def _make_link(self, door: Door, numbers: Sequence[int], terms: Terms) -> Link:
+        device, options = self._world.device, self._options
+        if terms.store is None:
+            connections = _meet(door, numbers, options.timeout_s)
+            room = options.extra_bytes // _SLOTS // _ALIGN * _ALIGN
+            return SharedSender(device, connections, room, timeout_s=options.timeout_s)
+        return JoinedLink(
+            device,
+            self._world.rank,
+            self._world.size + len(numbers),
+            terms.store,
+            options.extra_bytes,
+            timeout_s=options.timeout_s,
+            store=self._store,
+        )
 
 
 def _meet(door: Door, numbers: Sequence[int], timeout_s: float) -> dict[int, Connection]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stretto.sync.binding import tensor_differences
 from stretto.sync.layout import Layout
-from stretto.sync.links import SharedReceiver
+from stretto.sync.links import JoinedLink, Link, SharedReceiver
 from stretto.sync.plan import Plan
 from stretto.sync.receivers import Terms
 from stretto.sync.receiving import Direct, Loading, Receiving
@@ -76,7 +76,7 @@ class Receiver:
         self._rank = int(call["first_rank"]) + inside.rank
         self._control = self._dial(call["control"])
         self._control.send(self._rank)
-        self._link: SharedReceiver | None = None
+        self._link: Link | None = None
         self._receiving: Receiving | None = None
 
     def serve(self) -> None:
@@ -114,17 +114,24 @@ class Receiver:
     def _connect(self, argument: tuple[Plan, int, Terms]) -> None:
         """Take the plan, in which this is process `number`, and meet the senders."""
         plan, number, terms = argument
+        link = self._link = self._join(plan, number, terms)
+        inside, parts = self._inside, windows(plan) if terms.windows else whole(plan)
+        if terms.write == "direct":
+            self._receiving = Direct(parts, number, self._rank, link, self._held, checksums=terms.checksums)
+        else:
+            self._receiving = Loading(
+                parts, number, self._rank, link, inside.load, inside.device, checksums=terms.checksums
+            )
+
+    def _join(self, plan: Plan, number: int, terms: Terms) -> Link:
+        device, timeout_s = self._inside.device, self._timeout_s
+        if terms.store is not None:
+            count = plan.process_count
+            return JoinedLink(device, number, count, terms.store, terms.extra_bytes, timeout_s=timeout_s)
         connections = {sender: self._dial(address) for sender, address in self._senders.items()}
         for connection in connections.values():
             connection.send(number)
-        self._link = SharedReceiver(self._inside.device, connections, timeout_s=self._timeout_s)
-        inside, parts = self._inside, windows(plan) if terms.windows else whole(plan)
-        if terms.write == "direct":
-            self._receiving = Direct(parts, number, self._rank, self._link, self._held, checksums=terms.checksums)
-        else:
-            self._receiving = Loading(
-                parts, number, self._rank, self._link, inside.load, inside.device, checksums=terms.checksums
-            )
+        return SharedReceiver(device, connections, timeout_s=timeout_s)
 
     def _receive(self, _: None) -> tuple[int, bool, str | None]:
         """One publication: bytes written, whether anything may have been written, and what went wrong."""

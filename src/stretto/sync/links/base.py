@@ -50,3 +50,7 @@ class Link(Protocol):
     def settle(self) -> None:
         """Return when every slot that was sent from here is unpacked at the other side."""
         ...
+
+    def close(self) -> None:
+        """Let go of what this link holds: whoever waits for this process hears of it."""
+        ...

@@ -53,5 +53,8 @@ class GroupLink:
     def settle(self) -> None:
         """Nothing to do, as with `release`."""
 
+    def close(self) -> None:
+        """Nothing to do: the group is its maker's."""
+
     def _peer(self, process: int) -> int:
         return process if self._group is None else dist.get_global_rank(self._group, process)

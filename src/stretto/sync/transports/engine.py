@@ -1,4 +1,4 @@
-"""Into engines on the same host, through memory that both sides see."""
+"""Into engines in processes of their own: `ipc` on the same host, `collective` between devices."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from stretto.types import Version
 from stretto.world import World
 
 
-class IpcTransport:
+class EngineTransport:
     """Every trainer rank sends its part of the plan; those that lead an engine also have its ranks receive.
 
     All ranks make it together, and with it the session, so that what cannot work is found before the first step. After
     a failure the next transfer opens a new session. Raises what :class:`~stretto.sync.session.Session` raises.
     """
 
-    name = "ipc"
-
     def __init__(self, world: World, source: Source, destination: Destination, options: Options):
         self._world, self._source, self._destination, self._options = world, source, destination, options
+        self.name = options.transport
         self._answers: list[Answer] | None = []
         self._session: Session | None = Session(world, source, destination, options)
         self.refused = self._session.refused

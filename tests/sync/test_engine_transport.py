@@ -22,14 +22,14 @@ from stretto.sync import windows
 from stretto.sync.layout import Atoms
 from stretto.sync.layouts import EngineSizes, loader_layout
 from stretto.sync.session import Destination, Options, Source
-from stretto.sync.transports import IpcTransport
+from stretto.sync.transports import EngineTransport
 from stretto.types import Version
 from stretto.world import World
 
 ATOMS = Atoms.of(WEIGHTS)
 ENGINE = Side("engine", EngineSizes("sglang", tp=2, vocab_multiple=4), dtype="float32")
 ALONE = World(0, 1, torch.device("cpu"))
-OPTIONS = Options("auto", 4096, True, 30.0)
+OPTIONS = Options("ipc", "auto", 4096, True, 30.0)
 
 
 def engine_tensors(seed: int) -> list[dict[str, Tensor]]:
@@ -77,13 +77,16 @@ def opened() -> Iterator[list[Any]]:
         one.close()
 
 
+@pytest.mark.parametrize("kind", ["ipc", "collective"])
 @pytest.mark.parametrize("checksums", [False, True])
-def test_every_rank_of_an_engine_gets_its_shards_at_their_addresses(opened: list[Any], checksums: bool) -> None:
+def test_every_rank_of_an_engine_gets_its_shards_at_their_addresses(
+    opened: list[Any], checksums: bool, kind: Literal["ipc", "collective"]
+) -> None:
     engine = EngineRanks(blank(engine_tensors(0)))
     opened.append(engine)
     step = 0
-    options = Options("auto", 4096, checksums, 30.0)
-    transport = IpcTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: step), destination(engine), options)
+    options = Options(kind, "auto", 4096, checksums, 30.0)
+    transport = EngineTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: step), destination(engine), options)
     opened.append(transport)
     assert transport.refused == []
     addresses = [engine.addresses(rank) for rank in range(2)]
@@ -103,7 +106,7 @@ def test_an_engine_with_derived_tensors_gets_whole_ones_through_its_loader(
     engine = whole_engine(window=2048)
     opened.append(engine)
     step = 0
-    transport = IpcTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: step), destination(engine), OPTIONS)
+    transport = EngineTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: step), destination(engine), OPTIONS)
     opened.append(transport)
     assert any("lm_head is packed" in reason for reason in transport.refused)
     for step in range(2):
@@ -117,20 +120,22 @@ def test_a_stream_of_whole_tensors_fills_an_engine(opened: list[Any], monkeypatc
     opened.append(engine)
     layout = Side("checkpoint", dtype="float32").layout(ATOMS)
     source = Source(layout, dict, lambda: reversed(files(3).items()))
-    transport = IpcTransport(ALONE, source, destination(engine), OPTIONS)
+    transport = EngineTransport(ALONE, source, destination(engine), OPTIONS)
     opened.append(transport)
     transport.transfer(Version(0, 1))
     assert wrong(engine, engine_tensors(3)) == []
 
 
-def from_two_ranks(world: World, side: Side, write: Literal["auto", "loader"]) -> list[str]:
+def from_two_ranks(
+    world: World, side: Side, write: Literal["auto", "loader"], kind: Literal["ipc", "collective"]
+) -> list[str]:
     """The first rank leads the engine."""
     multiprocessing.current_process()._config["daemon"] = False  # a daemon may have no children
     held = engine_tensors(0) if write == "auto" else [files(0), files(0)]
     engine = EngineRanks(blank(held)) if world.first else None
     step = 0
-    options = Options(write, 4096, True, 60.0)
-    transport = IpcTransport(world, trainer(side, world.rank, lambda: step), destination(engine), options)
+    options = Options(kind, write, 4096, True, 60.0)
+    transport = EngineTransport(world, trainer(side, world.rank, lambda: step), destination(engine), options)
     found: list[str] = []
     for step in range(2):
         transport.transfer(Version(0, step))
@@ -142,9 +147,10 @@ def from_two_ranks(world: World, side: Side, write: Literal["auto", "loader"]) -
     return found
 
 
+@pytest.mark.parametrize("kind", ["ipc", "collective"])
 @pytest.mark.parametrize("write", ["auto", "loader"])
-def test_two_ranks_of_a_trainer_send_what_each_has(pair: Ranks, write: str) -> None:
-    assert pair.run(from_two_ranks, Side("fsdp", 2), write) == [[], []]
+def test_two_ranks_of_a_trainer_send_what_each_has(pair: Ranks, write: str, kind: str) -> None:
+    assert pair.run(from_two_ranks, Side("fsdp", 2), write, kind) == [[], []]
 
 
 def test_a_trainer_whose_weights_are_missing_writes_nothing(opened: list[Any]) -> None:
@@ -153,7 +159,7 @@ def test_a_trainer_whose_weights_are_missing_writes_nothing(opened: list[Any]) -
     good = trainer(Side("fsdp", 1), 0, lambda: 1)
     broken = False
     source = Source(good.layout, lambda: {} if broken else good.weights())
-    transport = IpcTransport(ALONE, source, destination(engine), OPTIONS)
+    transport = EngineTransport(ALONE, source, destination(engine), OPTIONS)
     opened.append(transport)
     broken = True
     with pytest.raises(RuntimeError, match=r"publication of .* failed.*has no tensor"):
@@ -176,7 +182,7 @@ def test_an_engine_rank_that_dies_midway_is_named_and_may_be_mixed(opened: list[
             os.kill(engine.processes[1].pid, signal.SIGKILL)
         return good.weights()
 
-    transport = IpcTransport(ALONE, Source(good.layout, weights), destination(engine), OPTIONS)
+    transport = EngineTransport(ALONE, Source(good.layout, weights), destination(engine), OPTIONS)
     opened.append(transport)
     reached.set()
     begin = time.monotonic()
@@ -189,7 +195,7 @@ def test_an_engine_rank_that_dies_midway_is_named_and_may_be_mixed(opened: list[
 def test_a_corrupted_bucket_is_refused_by_its_name(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineRanks(engine_tensors(7))
     opened.append(engine)
-    transport = IpcTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: 1), destination(engine), OPTIONS)
+    transport = EngineTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: 1), destination(engine), OPTIONS)
     opened.append(transport)
     link = transport._session._link
     usual = link.start
