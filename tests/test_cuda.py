@@ -11,7 +11,7 @@ import torch
 from stretto.config import RunConfig
 from stretto.engines.embedded import EmbeddedEngine
 from stretto.models.checkpoint import end_of_sequence_ids, load_model, load_tokenizer
-from stretto.orchestration.live import connect
+from stretto.orchestration.engines import connect_embedded
 from stretto.sync.execute import EXTRA_BYTES
 from stretto.sync.publication import Publisher
 from stretto.trainers.fsdp import FSDPTrainer
@@ -71,7 +71,7 @@ def test_training_in_bf16_keeps_fp32_masters_and_fills_the_engine(tiny_model: Pa
     config = config_for(tiny_model, trainer={"lr": 1e-3})
     trainer = FSDPTrainer(tiny_model, config, world)
     engine = engine_for(tiny_model, world.device)
-    publisher = Publisher(engine, connect(trainer, engine, world, EXTRA_BYTES))
+    publisher = Publisher(engine, connect_embedded(trainer, engine, world, EXTRA_BYTES))
     assert publisher.transport == "local"
     publisher.open(Version(1, 0))
     publisher.close()

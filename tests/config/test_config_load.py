@@ -87,6 +87,13 @@ def test_entries_of_a_table_are_overridden_one_by_one_or_as_a_whole(tmp_path: Pa
     assert load_config(path, ["--data.args", "{seed = 3}"]).data.args == {"seed": 3}
 
 
+def test_options_of_a_server_pass_through_from_a_file_and_from_overrides(tmp_path: Path) -> None:
+    table = '[engine]\nbackend = "sglang"\n[engine.sglang]\nmem_fraction_static = 0.6\nlora_paths = ["a", "b"]\n'
+    overrides = ["--engine.sglang.attention_backend", "fa3", "--engine.sglang.mem_fraction_static=0.7"]
+    options = load_config(write(tmp_path, MINIMAL + table), overrides).engine.sglang
+    assert options == {"mem_fraction_static": 0.7, "lora_paths": ["a", "b"], "attention_backend": "fa3"}
+
+
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
@@ -99,6 +106,9 @@ def test_entries_of_a_table_are_overridden_one_by_one_or_as_a_whole(tmp_path: Pa
         ("algorithm.clip_hi", "algorithm.clip_high"),
         ("trainer.tensor_model_parallel_size", "trainer.tp"),
         ("trainer.expert_model_parallel_size", "trainer.ep"),
+        ("engine.tensor_parallel_size", "engine.tp"),
+        ("engine.gpu_memory_utilization", "engine.vllm"),
+        ("rollout.tensor_model_parallel_size", "engine.tp"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_in_a_file_and_as_override(tmp_path: Path, key: str, nearest: str) -> None:
@@ -142,6 +152,9 @@ def test_an_unknown_key_names_the_nearest_in_a_file_and_as_override(tmp_path: Pa
             ["--trainer.backend=megatron", "--trainer.pp=2", "--trainer.pp_layers", "[2, 0]"],
             "trainer.pp_layers[1] is 0; trainer.pp_layers must be a list of integers >= 1",
         ),
+        (["--engine.url", "host:8000"], 'engine.url is "host:8000"; engine.url must be text like ^https?://[^/ ]+'),
+        (["--engine.url", "http://"], 'engine.url is "http://"; engine.url must be text like ^https?://[^/ ]+'),
+        (["--engine.sglang", "3"], "engine.sglang is 3; engine.sglang must be a table"),
         (["--name", "a/b"], 'name is "a/b"; name must be text like ^[A-Za-z0-9_][A-Za-z0-9._-]*$'),
         (["--name", ".."], 'name is ".."; name must be text like ^[A-Za-z0-9_][A-Za-z0-9._-]*$'),
         (["--model.path", ""], 'model.path is ""; model.path must be text that is not empty'),
@@ -217,4 +230,5 @@ def test_a_dictionary_is_not_changed_by_loading_it() -> None:
 def test_names_of_other_libraries_lead_to_ours() -> None:
     assert set(keys_module._ELSEWHERE.values()) <= set(keys_module.keys())
     for theirs, ours in keys_module._ELSEWHERE.items():
-        assert keys_module.nearest(f"trainer.{theirs}", keys_module.keys())[0] == ours
+        name = theirs if "." in theirs else f"trainer.{theirs}"
+        assert keys_module.nearest(name, keys_module.keys())[0] == ours

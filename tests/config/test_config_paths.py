@@ -62,6 +62,21 @@ def test_a_spelling_that_can_only_be_a_path_is_one_though_nothing_is_there(proje
     assert config.model.path == str(project.parent / "gone")
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("python3", "python3"),
+        ("venv/bin/python", "{}/venv/bin/python"),
+        ("/opt/venv/bin/python", "/opt/venv/bin/python"),
+    ],
+)
+def test_an_interpreter_is_a_command_or_a_file_relative_to_the_run_file(project: Path, given: str, meant: str) -> None:
+    (project / "venv/bin").mkdir(parents=True)
+    (project / "venv/bin/python").symlink_to("/usr/bin/env")  # as in a virtual environment, where the link matters
+    (project / "run.toml").write_text(f'{TEXT}[engine]\nbackend = "vllm"\npython = "{given}"\n')
+    assert load_config(project / "run.toml").engine.python == meant.format(project)
+
+
 def test_a_dumped_file_means_the_same_from_anywhere(project: Path) -> None:
     made = RunConfig.model_validate(
         {"model": {"path": "m"}, "data": {"source": "rows.jsonl"}, "reward": {"functions": ["r.py:f"]}}

@@ -33,7 +33,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "trainer.tp is 1": {"trainer.backend": "megatron"},
     "trainer.pp is 1": {"trainer.backend": "megatron"},
     'trainer.names = "bridge" has maps of its own': {"trainer.backend": "megatron", "trainer.names": "bridge"},
-    'trainer.names = "bridge" streams whole tensors, one after another': {
+    'engine.backend is "embedded"': {},
+    "the server at engine.url runs already": {"engine.backend": "vllm", "engine.url": "http://host:8000"},
+    'engine.backend is not "sglang"': {"engine.backend": "vllm"},
+    'engine.backend is not "vllm"': {"engine.backend": "sglang"},
+    'trainer.names = "bridge" streams whole tensors into the embedded engine, one after another': {
         "trainer.backend": "megatron",
         "trainer.names": "bridge",
     },
@@ -58,6 +62,10 @@ VALUES: dict[str, Any] = {
     "eval.split": "test",
     "eval.subset": "main",
     "algorithm.dual_clip": 3.0,
+    "engine.url": "https://host",
+    "engine.python": "/venv/bin/python",
+    "engine.sglang": {"mem_fraction_static": 0.5},
+    "engine.vllm": {"gpu_memory_utilization": 0.5},
     "model.map": "/maps/olmo.py",
     "trainer.pp_layers": (3, 2),
     "trainer.sequence_parallel": True,
@@ -95,7 +103,11 @@ def test_a_key_that_would_be_ignored_is_an_error(why: str, key: str) -> None:
 
 
 MEGATRON = {"trainer.backend": "megatron", "trainer.pp": 2, "trainer.tp": 2}
+SGLANG, VLLM = {"engine.backend": "sglang"}, {"engine.backend": "vllm"}
 ELSEWHERE = {
+    **{f"engine.{name}": SGLANG for name in ("tp", "url", "python", "start_timeout_s", "sglang")},
+    "engine.vllm": VLLM,
+    **{f"sync.{name}": SGLANG for name in ("transport", "write", "timeout_s")},
     **{f"trainer.{name}": MEGATRON for name in ("names", "tp", "pp", "vpp", "pp_layers", "ep", "etp")},
     "trainer.sequence_parallel": MEGATRON,
     "data.args": {"data.source": "reasoning_gym:chain_sum"},
@@ -125,6 +137,10 @@ def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
         (MEGATRON | {"trainer.batching": "packed"}, 'trainer.batching = "packed" needs the fsdp trainer'),
         ({"rollout.allow_filtered_sampling": None}, "rollout.top_p filters the distribution"),
         ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values for 1 functions"),
+        (VLLM | {"rollout.temperature": 0.7}, "rollout.temperature is 0.7 and rollout.top_p filters: .*"),
+        (VLLM | {"rollout.temperature": 0.7}, "set rollout.temperature = 1, switch off the filters, or take another"),
+        (VLLM | {"eval.temperature": 0.7}, "eval.temperature is 0.7 and rollout.top_p filters"),
+        (VLLM | {"rollout.temperature": 2.5}, "rollout.temperature is 2.5; vLLM takes at most 2"),
         (
             {"rollout.prompts_per_step": 2, "rollout.samples_per_prompt": 2, "trainer.updates_per_batch": 5},
             "trainer.updates_per_batch = 5 is more than the 2 prompts of a step",
@@ -134,6 +150,39 @@ def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
 def test_keys_that_contradict_each_other_are_errors(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config_from_dict(nested(BASE | change))
+
+
+NO_FILTER = {"rollout.top_p": 1.0, "rollout.allow_filtered_sampling": None}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        VLLM,  # filters at temperature 1, and a greedy evaluation
+        VLLM | NO_FILTER | {"rollout.temperature": 0.7, "eval.temperature": 2.0},
+        SGLANG | {"rollout.temperature": 0.7, "eval.temperature": 3.0},
+        {"rollout.temperature": 0.7},
+        *(SGLANG | {"sync.transport": transport} for transport in ("auto", "ipc", "collective")),
+    ],
+)
+def test_engines_take_the_temperatures_and_transports_that_are_theirs(change: dict[str, Any]) -> None:
+    config_from_dict(nested(BASE | change))
+
+
+def test_an_adopted_server_keeps_the_keys_that_speak_of_how_it_is_used() -> None:
+    change = {
+        "engine.url": "http://host:8000",
+        "engine.tp": 2,
+        "engine.start_timeout_s": 5.0,
+        "engine.max_sequences": 9,
+    }
+    assert config_from_dict(nested(BASE | SGLANG | change)).engine.tp == 2
+
+
+def test_bridge_names_have_buckets_and_a_map_on_the_way_to_a_server() -> None:
+    change = {"trainer.backend": "megatron", "trainer.names": "bridge", "model.map": "/maps/m.py"}
+    change |= {"sync.extra_mib": 64, "sync.checksums": True, "sync.transport": "collective"}
+    assert config_from_dict(nested(BASE | VLLM | change)).sync.extra_mib == 64
 
 
 @pytest.mark.parametrize(
@@ -204,6 +253,23 @@ def test_every_ignored_and_contradicting_key_is_named_at_once() -> None:
         config_from_dict(nested(BASE | change | {"reward.weights": [1.0, 2.0]}))
     named = [line.split(" ")[0] for line in str(caught.value).splitlines()]
     assert named == ["algorithm.kl_estimator", "data.split", "reward.weights"]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"trainer.backend": "megatron", "trainer.vpp": 2, "trainer.pp_layers": (1,)}, "trainer.pp_layers"),
+        (
+            {"trainer.backend": "megatron", "trainer.names": "bridge", "sync.transport": "ipc"},
+            "sync.transport",
+        ),
+    ],
+)
+def test_a_key_that_is_ignored_contradicts_nothing_besides(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(nested(BASE | change))
+    (line,) = (line for line in str(caught.value).splitlines() if line.startswith(f"{key} "))
+    assert f"{key} is ignored because" in line
 
 
 def test_the_rules_hold_for_a_config_made_in_python() -> None:

@@ -44,6 +44,10 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(["org/model", "/x/m"]) if key.name == "model.path" else st.just(["m:f", "/r/s.py:g"])
     if key.name == "model.map":
         return st.sampled_from(["/maps/m.py", "map.py"])
+    if key.name == "engine.url":
+        return st.sampled_from(["http://localhost:30000", "https://host/"])
+    if key.name == "engine.python":
+        return st.sampled_from(["python3.11", "/venv/bin/python", "venv/bin/python"])
     if key.name == "trainer.pp_layers":
         return st.lists(st.integers(1, 9), max_size=4)
     if key.name == "reward.weights":
@@ -110,16 +114,18 @@ def test_a_dump_shows_the_defaults_and_leaves_out_what_does_nothing() -> None:
     assert shown == {name for name in keys() if "." in name} - ignored_keys(config) - silent
 
 
-def test_what_toml_cannot_express_is_refused_by_name() -> None:
-    config = config_from_dict(
-        {
-            "model": {"path": "m"},
-            "data": {"source": "reasoning_gym:chain_sum", "args": {"size": None}},
-            "reward": {"functions": ["reasoning_gym"]},
-        }
-    )
-    with pytest.raises(ConfigError, match=r"data\.args or data\.template_args has a value that TOML cannot express"):
-        dump_toml(config)
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"data": {"source": "reasoning_gym:chain_sum", "args": {"size": None}}}, "data.args"),
+        ({"data": {"source": "reasoning_gym:chain_sum", "template_args": {"x": {"y": None}}}}, "data.template_args"),
+        ({"engine": {"backend": "sglang", "sglang": {"chunked_prefill_size": None}}}, "engine.sglang"),
+    ],
+)
+def test_what_toml_cannot_express_is_refused_by_name(change: dict[str, Any], key: str) -> None:
+    base = {"model": {"path": "m"}, "data": {"source": "org/x"}, "reward": {"functions": ["m:f"]}}
+    with pytest.raises(ConfigError, match=rf"^{key} has a value that TOML cannot express"):
+        dump_toml(config_from_dict(base | change))
 
 
 def test_every_key_has_a_sentence_and_the_help_shows_it_with_what_it_accepts() -> None:

@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_helpers import ENGINES, Factory
+from vllm_servers import VllmServers, vllm_python
 
 
-@pytest.fixture(params=ENGINES)
-def serve(request: pytest.FixtureRequest) -> Factory:
+@pytest.fixture(params=[*ENGINES, "vllm"])
+def serve(request: pytest.FixtureRequest) -> Iterator[Factory]:
     """Each engine in turn: `serve(model_directory, max_sequences=..., eos_ids=...)`."""
-    return ENGINES[request.param]
+    if request.param in ENGINES:
+        yield ENGINES[request.param]
+        return
+    vllm_python()
+    servers: VllmServers = request.getfixturevalue("vllm_servers")
+    yield servers.serve
+    servers.end_test()
+
+
+@pytest.fixture(scope="session")
+def wide_model(save_tiny: Callable[[Any], Path], tiny_model: Path) -> Path:
+    """Like `tiny_model`, with heads of 32: the smallest that vLLM serves on CPU."""
+    from transformers import AutoConfig, LlamaConfig
+
+    tiny = AutoConfig.from_pretrained(tiny_model)
+    return save_tiny(
+        LlamaConfig(
+            vocab_size=tiny.vocab_size,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=tiny.eos_token_id,
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def vllm_servers(tiny_model: Path, wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServers]:
+    """Started by the first test that needs one."""
+    servers = VllmServers(tiny_model, wide_model, tmp_path_factory.mktemp("vllm"))
+    yield servers
+    servers.close()
 
 
 @pytest.fixture(scope="session")

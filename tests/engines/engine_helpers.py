@@ -31,6 +31,14 @@ class Served:
     reference: Any
     publisher: Publisher
     tokenizer: Any
+    resumes_exactly: bool = True
+    """Whether a pause changes no token: an engine may draw anew what follows it."""
+    filters: bool = True
+    """Whether it serves filtered requests at any temperature."""
+    long: int = 120
+    """New tokens of a response that is still under way when a test acts on it."""
+    real_tolerance: float = 1e-5
+    """Of a real model's log-probs: kernels that add in another order are a few bits of its logits off."""
 
     def publish(self, number: int, change: Callable[[], None] = lambda: None) -> Version:
         """Change the reference's weights and publish them as version (1, number)."""
@@ -54,7 +62,7 @@ def serve_alias(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[in
     engine, reference, tokenizer = _parts(directory, max_sequences, eos_ids)
     weights = named_weights(reference, engine)
     engine.adopt(weights)
-    return _published(engine, reference, tokenizer, AliasTransport(weights, engine.weights()))
+    return published(engine, reference, tokenizer, AliasTransport(weights, engine.weights()))
 
 
 def serve_local(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[int] = ()) -> Served:
@@ -62,7 +70,7 @@ def serve_local(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[in
     engine, reference, tokenizer = _parts(directory, max_sequences, eos_ids)
     engine.allocate()
     transport = filling(engine, lambda: named_weights(reference, engine))
-    return _published(engine, reference, tokenizer, transport)
+    return published(engine, reference, tokenizer, transport)
 
 
 ENGINES: dict[str, Factory] = {"embedded-alias": serve_alias, "embedded-local": serve_local}
@@ -102,8 +110,9 @@ def _parts(directory: Path, max_sequences: int, eos_ids: Sequence[int]) -> tuple
     return engine, reference, load_tokenizer(directory)
 
 
-def _published(engine: EmbeddedEngine, reference: Any, tokenizer: Any, transport: Any) -> Served:
-    served = Served(engine, reference, Publisher(engine, transport), tokenizer)
+def published(engine: RolloutEngine, reference: Any, tokenizer: Any, transport: Any, **differences: Any) -> Served:
+    """The engine with the reference's weights in it, as version (1, 0)."""
+    served = Served(engine, reference, Publisher(engine, transport), tokenizer, **differences)
     served.publish(0)
     return served
 

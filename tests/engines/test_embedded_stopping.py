@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.engines.embedded.stopping import StopRule
+from stretto.engines.stopping import StopRule
 from stretto.models.checkpoint import load_tokenizer
 from stretto.types import FinishReason, Sampling
 

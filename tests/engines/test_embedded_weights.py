@@ -31,6 +31,7 @@ from stretto.sync.coordinates import atoms_of
 from stretto.sync.layouts import fsdp_layout, replica_layout
 from stretto.sync.publication import Publisher
 from stretto.sync.transports.alias import can_alias
+from stretto.sync.views import Views
 from stretto.types import Version
 
 
@@ -175,18 +176,18 @@ def test_memory_is_flat_over_fifty_publications(tiny_model: Path) -> None:
     assert peak_later - peak < 20 * weights, "fifty publications would keep fifty copies if each kept one"
 
 
-def test_a_transfer_that_fails_halfway_leaves_the_engine_refusing_until_a_whole_publication(tiny_model: Path) -> None:
+def test_a_transfer_that_fails_halfway_leaves_the_engine_refusing_until_a_whole_publication(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = serve_local(tiny_model)
-    engine, lost = engine_of(served), ["model.norm.weight"]
-
-    def source() -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in named_weights(served.reference, engine).items() if name not in lost}
-
-    publisher = Publisher(engine, filling(engine, source))
+    engine = engine_of(served)
+    publisher = Publisher(engine, filling(engine, lambda: named_weights(served.reference, engine)))
     nudge(served.reference, seed=1)
     publisher.open(Version(1, 1))
-    with pytest.raises(ValueError, match=r"no tensor model\.norm\.weight at rank 0"):
-        publisher.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Views, "write_back", full_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            publisher.close()
     assert engine.version == Version(1, 0)
     one = request(0, served.prompt(5))
     engine.resume()
@@ -196,7 +197,6 @@ def test_a_transfer_that_fails_halfway_leaves_the_engine_refusing_until_a_whole_
         with pytest.raises(RuntimeError, match="its transfer has begun"):
             publisher.cancel()
 
-    lost.clear()
     publisher.open(Version(1, 2))
     publisher.cancel()
     with pytest.raises(EngineError, match="full publication must commit"):
@@ -206,3 +206,30 @@ def test_a_transfer_that_fails_halfway_leaves_the_engine_refusing_until_a_whole_
     completion = run(engine, one)[0, 0]
     assert completion.version_spans[0].version == Version(1, 2)
     assert_logprobs(served, one, completion)
+
+
+def full_memory(views: Views) -> None:
+    """In place of the last thing that a transfer does."""
+    raise RuntimeError("out of memory")
+
+
+def test_a_transfer_that_fails_before_it_writes_leaves_the_old_version_serving(tiny_model: Path) -> None:
+    served = serve_local(tiny_model)
+    engine, lost = engine_of(served), ["model.norm.weight"]
+
+    def source() -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in named_weights(served.reference, engine).items() if name not in lost}
+
+    publisher = Publisher(engine, filling(engine, source))
+    publisher.open(Version(1, 1))
+    with pytest.raises(ValueError, match=r"no tensor model\.norm\.weight at rank 0"):
+        publisher.close()
+    one = request(0, served.prompt(5))
+    completion = run(engine, one)[0, 0]
+    assert completion.version_spans[0].version == Version(1, 0)
+    assert_logprobs(served, one, completion)
+    lost.clear()
+    nudge(served.reference, seed=1)
+    publisher.open(Version(1, 2))
+    publisher.close()
+    assert_logprobs(served, one, run(engine, one)[0, 0])

@@ -57,7 +57,7 @@ def test_logprobs_of_a_real_model_are_as_exact_as_those_of_transformers(
     truth = {place: logprobs_of(served, requests, one) for place, one in completions.items()}
     our_error = max((torch.tensor(one.logprobs_T) - truth[place]).abs().max() for place, one in completions.items())
     their_error = max((theirs[place] - truth[place]).abs().max() for place in completions)
-    assert our_error < max(1e-5, 2 * their_error)
+    assert our_error < max(served.real_tolerance, 2 * their_error)
     assert their_error < 2e-5
 
 
@@ -99,6 +99,8 @@ def test_a_hundred_requests_at_once(serve: Factory, tiny_model: Path) -> None:
     "filters", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 12, "top_p": 0.8, "min_p": 0.05}], ids=str
 )
 def test_filters_choose_tokens_but_logprobs_are_of_the_whole_distribution(served: Served, filters: dict) -> None:
+    if not served.filters:
+        pytest.skip("this engine serves filtered requests at temperature 1, when started for them")
     one = request(0, served.prompt(9), range(16), temperature=0.8, max_new_tokens=12, **filters)
     outside_unfiltered = 0
     for completion in run(served.engine, one).values():
@@ -133,7 +135,7 @@ def test_greedy_is_transformers_greedy_and_reports_temperature_one(served: Serve
 def test_a_seed_says_everything_and_neighbours_nothing(served: Served) -> None:
     one = request(5, served.prompt(11), (123, 2**63 + 7, 123))
     first, again = run(served.engine, one), run(served.engine, one)
-    crowd = [request(i, served.prompt(20 + i), range(2), temperature=0.3, top_k=2) for i in range(3)]
+    crowd = [request(i, served.prompt(20 + i), range(2), temperature=0.3, top_k=2 * served.filters) for i in range(3)]
     crowded = run(served.engine, *crowd, one)
     assert first[5, 0].response_ids == first[5, 2].response_ids != first[5, 1].response_ids
     for index in range(3):
@@ -188,7 +190,7 @@ BAD = {
     "a negative seed": {"seeds": (-1,)},
     "a seed past 64 bits": {"seeds": (2**64,)},
     "no new tokens": {"max_new_tokens": 0},
-    "too long": {"max_new_tokens": 255},
+    "too long": {"max_new_tokens": 10_000},
     "an id past the vocabulary": {"prompt_ids": (3, 10**6)},
     "a negative id": {"prompt_ids": (3, -1)},
     "a negative temperature": {"temperature": -1.0},

@@ -130,7 +130,8 @@ def test_weights_gradients_and_optimizer_are_those_of_the_largest_stage(
 
 def buffers(world: World, model: Path, config: RunConfig) -> int:
     """A job: the bytes of the real transport's buckets on this rank after a publication."""
-    from stretto.orchestration.live import EmbeddedEngine, connect
+    from stretto.engines.embedded import EmbeddedEngine
+    from stretto.orchestration.engines import connect_embedded
     from stretto.types import Version
 
     engine = EmbeddedEngine(
@@ -144,9 +145,10 @@ def buffers(world: World, model: Path, config: RunConfig) -> int:
         replicas=world.size,
     )
     with trainer_of(world, model, config) as trainer:
-        transport: Any = connect(trainer, engine, world, config.sync.extra_mib * 2**20)
+        transport: Any = connect_embedded(trainer, engine, world, config.sync.extra_mib * 2**20)
         transport.transfer(Version(0, 1))
-        return sum(one.nbytes for one in transport._execution._buffers.values())
+        link = transport._execution._link
+        return link.held_bytes if link else 0
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {}])

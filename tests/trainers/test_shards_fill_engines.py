@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ranks import Ranks
 from stretto.engines.embedded import EmbeddedEngine
-from stretto.orchestration.live import connect
+from stretto.orchestration.engines import connect_embedded
 from stretto.sync import files
 from stretto.sync.publication import Publisher
 from stretto.types import Version
@@ -58,7 +58,7 @@ def publish_and_step(world: World, directory: Path, dtype: torch.dtype, extra_by
         max_sequences=4,
         replicas=world.size,
     )
-    publisher = Publisher(engine, connect(trainer, engine, world, extra_bytes))
+    publisher = Publisher(engine, connect_embedded(trainer, engine, world, extra_bytes))
     seen: dict[str, Any] = {"transport": publisher.transport, "versions": [], "addresses": []}
     for number in range(3):
         publisher.open(Version(1, number))

@@ -15,7 +15,8 @@ from stretto.config.sections import Section
 
 _NOUNS = {str: "text", int: "an integer", float: "a number", bool: "true or false", dict: "a table"}
 _PLURALS = {str: "texts", int: "integers", float: "numbers"}
-# What other libraries call our keys (TRL, verl, transformers, Megatron): a name that no likeness would find.
+# What other libraries call our keys (TRL, verl, slime, transformers, Megatron, SGLang, vLLM): names that no likeness
+# would find. A name with a section means something else there.
 _ELSEWHERE = {
     "learning_rate": "trainer.lr",
     "beta": "algorithm.kl_coef",
@@ -44,6 +45,18 @@ _ELSEWHERE = {
     "expert_tensor_parallel_size": "trainer.etp",
     "use_remove_padding": "trainer.batching",
     "update_weights_bucket_megabytes": "sync.extra_mib",
+    "engine.tensor_parallel_size": "engine.tp",
+    "engine.tensor_model_parallel_size": "engine.tp",
+    "rollout.tensor_model_parallel_size": "engine.tp",
+    "tp_size": "engine.tp",
+    "rollout_num_gpus_per_engine": "engine.tp",
+    "vllm_tensor_parallel_size": "engine.tp",
+    "vllm_server_base_url": "engine.url",
+    "max_num_seqs": "engine.max_sequences",
+    "max_running_requests": "engine.max_sequences",
+    "mem_fraction_static": "engine.sglang",
+    "gpu_memory_utilization": "engine.vllm",
+    "vllm_gpu_memory_utilization": "engine.vllm",
 }
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -95,7 +108,7 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """
 
     def likeness(candidate: str) -> float:
-        if _ELSEWHERE.get(_leaf(name)) == candidate:
+        if _ELSEWHERE.get(name, _ELSEWHERE.get(_leaf(name))) == candidate:
             return 2.0
         whole = SequenceMatcher(None, name, candidate).ratio()
         return max(whole, 0.95 * SequenceMatcher(None, _leaf(name), _leaf(candidate)).ratio())

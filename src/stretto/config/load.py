@@ -55,7 +55,7 @@ def dump_toml(config: RunConfig) -> str:
     """The resolved configuration as a run file that loads to an equal one from wherever it lies.
 
     Defaults are written out; keys without a value, and keys that the chosen parts would ignore, are left out.
-    Raises ConfigError when `data.args` or `data.template_args` holds what TOML cannot say.
+    Raises ConfigError when a free table, such as `data.args`, holds what TOML cannot say.
     """
     ignored = ignored_keys(config)
     raw = resolve_paths(config.model_dump(), Path.cwd())
@@ -68,8 +68,19 @@ def dump_toml(config: RunConfig) -> str:
         return tomli_w.dumps(top | tables)
     except TypeError as error:
         raise ConfigError(
-            f"data.args or data.template_args has a value that TOML cannot express ({error}); leave it out"
+            f"{_inexpressible(tables)} has a value that TOML cannot express ({error}); leave it out"
         ) from error
+
+
+def _inexpressible(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """The first key whose value TOML cannot say."""
+    for section, table in tables.items():
+        for name, value in table.items():
+            try:
+                tomli_w.dumps({name: value})
+            except TypeError:
+                return f"{section}.{name}"
+    raise AssertionError("every key by itself is valid TOML")
 
 
 def _tables(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,9 @@ def resolve_path(key: str, value: Any, base: Path) -> Any:
         return _resolve(value, base)
     if key == "model.map" and isinstance(value, str):
         return os.path.abspath(base / Path(value).expanduser())
+    if key == "engine.python" and isinstance(value, str):
+        # Not its real path: a virtual environment's interpreter is a link. A bare name is looked up in PATH.
+        return os.path.abspath(base / Path(value).expanduser()) if os.sep in value else value
     if key == "reward.functions" and isinstance(value, list):
         return [_resolve_function(item, base) if isinstance(item, str) else item for item in value]
     return value

@@ -1,15 +1,17 @@
-"""Keys that the chosen parts would ignore, and keys that contradict each other, are errors (DESIGN, rule 7)."""
+"""Keys that the chosen parts would ignore are errors (DESIGN, rule 7), as are keys that contradict each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from stretto.config.contradictions import contradictions, filters_of, streams_here
+
 if TYPE_CHECKING:
     from stretto.config.run import RunConfig
-    from stretto.config.sections import TrainerConfig
 
 _FILES = (".jsonl", ".json-lines", ".json", ".parquet")
+_OF_SERVERS = tuple(f"engine.{key}" for key in ("tp", "url", "python", "start_timeout_s", "sglang", "vllm"))
 _NO_DATASET = "no Hugging Face dataset is read with it"
 
 
@@ -48,13 +50,25 @@ IGNORED: tuple[Rule, ...] = (
     Rule(("trainer.vpp", "trainer.pp_layers"), lambda c: c.trainer.pp == 1, "trainer.pp is 1"),
     Rule(
         ("model.map",),
-        lambda c: c.trainer.backend == "megatron" and c.trainer.names == "bridge",
+        streams_here,
         'trainer.names = "bridge" has maps of its own',
     ),
     Rule(
-        ("sync.extra_mib",),
-        lambda c: c.trainer.backend == "megatron" and c.trainer.names == "bridge",
-        'trainer.names = "bridge" streams whole tensors, one after another',
+        (*_OF_SERVERS, "sync.transport", "sync.write", "sync.timeout_s"),
+        lambda c: c.engine.backend == "embedded",
+        'engine.backend is "embedded"',
+    ),
+    Rule(
+        ("engine.python", "engine.sglang", "engine.vllm"),
+        lambda c: c.engine.url is not None,
+        "the server at engine.url runs already",
+    ),
+    Rule(("engine.sglang",), lambda c: c.engine.backend != "sglang", 'engine.backend is not "sglang"'),
+    Rule(("engine.vllm",), lambda c: c.engine.backend != "vllm", 'engine.backend is not "vllm"'),
+    Rule(
+        ("sync.extra_mib", "sync.checksums"),
+        streams_here,
+        'trainer.names = "bridge" streams whole tensors into the embedded engine, one after another',
     ),
     Rule(("trainer.min_lr_ratio",), lambda c: c.trainer.schedule == "constant", 'trainer.schedule is "constant"'),
     Rule(("data.heldout",), lambda c: c.eval.source is not None, "eval.source names the held-out prompts"),
@@ -90,13 +104,6 @@ IGNORED: tuple[Rule, ...] = (
 )
 
 
-def filters_of(config: RunConfig) -> list[str]:
-    """The sampling filters that are switched on, by key."""
-    rollout = config.rollout
-    on = {"rollout.top_p": rollout.top_p < 1, "rollout.top_k": rollout.top_k > 0, "rollout.min_p": rollout.min_p > 0}
-    return [key for key, value in on.items() if value]
-
-
 def _sources(config: RunConfig) -> list[str]:
     return [source for source in (config.data.source, config.eval.source) if source is not None]
 
@@ -119,7 +126,7 @@ def ignored_keys(config: RunConfig) -> set[str]:
 
 def check_relevance(config: RunConfig) -> None:
     """Raise ValueError with a line for each key that is set but ignored, and for each that contradicts another."""
-    if problems := [*_set_but_ignored(config), *_contradictions(config)]:
+    if problems := [*_set_but_ignored(config), *contradictions(config)]:
         raise ValueError("\n".join(problems))
 
 
@@ -131,39 +138,3 @@ def _set_but_ignored(config: RunConfig) -> Iterator[str]:
             if key not in named and name in getattr(config, section).model_fields_set and rule.ignored(config):
                 named.add(key)
                 yield f"{key} is ignored because {rule.why}; remove it or change that"
-
-
-def _contradictions(config: RunConfig) -> Iterator[str]:
-    if (on := filters_of(config)) and not config.rollout.allow_filtered_sampling:
-        yield (
-            f"{on[0]} filters the distribution that tokens are drawn from, so the importance ratio is biased; "
-            "set rollout.allow_filtered_sampling = true to train on such samples"
-        )
-    weights = config.reward.weights
-    if weights is not None and len(weights) != len(config.reward.functions):
-        yield f"reward.weights has {len(weights)} values for {len(config.reward.functions)} functions"
-    updates, prompts = config.trainer.updates_per_batch, config.rollout.prompts_per_step
-    if updates > prompts:
-        yield f"trainer.updates_per_batch = {updates} is more than the {prompts} prompts of a step"
-    yield from _megatron_contradictions(config.trainer)
-
-
-def _megatron_contradictions(trainer: TrainerConfig) -> Iterator[str]:
-    if trainer.backend != "megatron":
-        return
-    stages = trainer.pp * trainer.vpp
-    if trainer.pp_layers and stages > 1 and len(trainer.pp_layers) != stages:
-        yield (
-            f"trainer.pp_layers has {len(trainer.pp_layers)} numbers and there are {stages} stages "
-            "(trainer.pp x trainer.vpp)"
-        )
-    if trainer.dtype == "float64":
-        yield (
-            'trainer.dtype = "float64" needs the fsdp trainer: the optimizer of megatron is float32; '
-            'set "auto", "float32" or "bfloat16"'
-        )
-    if trainer.packed:
-        yield (
-            'trainer.batching = "packed" needs the fsdp trainer: the attention of Megatron\'s local layers has no mask '
-            'for packed rows; set "padded" or leave it out'
-        )

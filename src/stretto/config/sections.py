@@ -112,12 +112,24 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     """What generates."""
 
-    backend: Literal["embedded"] = "embedded"
-    """The rollout engine."""
+    backend: Literal["embedded", "sglang", "vllm"] = "embedded"
+    """embedded: in the trainer's processes, with transformers' modules; sglang, vllm: a server of that kind."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the engine's weights; auto: float32 on CPU, bfloat16 on CUDA."""
     max_sequences: int = Field(default=256, ge=1)
     """Responses generated at the same time; more requests wait their turn."""
+    tp: int = Field(default=1, ge=1)
+    """Server: ranks of one replica (tensor parallel size)."""
+    url: str | None = Field(default=None, pattern=r"^https?://[^/ ]+")
+    """Server: one that runs already, to be used instead of starting one; it is left running at the end."""
+    python: str | None = Field(default=None, min_length=1)
+    """Server: interpreter that starts it, perhaps of another environment; the trainer's own when left out."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Server: seconds until it has to be ready."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """SGLang's own server options by their Python names, for example `mem_fraction_static = 0.6`."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """vLLM's own server options by their Python names, for example `gpu_memory_utilization = 0.6`."""
 
 
 class TrainerConfig(Section):
@@ -184,6 +196,16 @@ class SyncConfig(Section):
 
     extra_mib: int = Field(default=512, ge=1)
     """Mebibytes that a transfer between processes may take beside both sides' weights: its buckets share them."""
+    transport: Literal["auto", "ipc", "collective"] = "auto"
+    """To a server: ipc (memory that both processes see, on one host) or collective (NCCL or Gloo, between devices).
+    auto is ipc: the server takes turns with the trainer on the same devices."""
+    write: Literal["auto", "direct", "loader"] = "auto"
+    """direct: the shards that each rank of a server lacks, straight into its parameters; loader: whole tensors through
+    the server's own loader; auto: direct where every rank can be written so."""
+    checksums: bool = False
+    """Send a checksum with every bucket and compare it where the bucket arrives."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds that a publication into a server waits for a process that does not answer."""
 
 
 class AlgorithmConfig(Section):

@@ -11,18 +11,21 @@ from stretto.config import RunConfig, load_config
 from stretto.errors import RunError
 from stretto.orchestration.checkpoint import CheckpointStore
 from stretto.orchestration.colocate import ColocatedRun, Parts, Progressed, RunResult
-from stretto.orchestration.live import Live, Model, engine_dtype, fill_from_files
+from stretto.orchestration.engines import engine_dtype, serve_files
+from stretto.orchestration.live import Live, Model
 from stretto.orchestration.queue import TokenCounts
 from stretto.orchestration.record import open_out, record
 from stretto.orchestration.rollouts import Watch
 from stretto.orchestration.rundir import check_new, claim, create, next_incarnation, replayed
 from stretto.orchestration.sources import ReplaySource
 from stretto.orchestration.training import open_trainer
+from stretto.sync.publication import Publisher
 from stretto.telemetry.metrics import PhaseTimer
 from stretto.telemetry.progress import Progress, open_progress
 from stretto.telemetry.report import write_report
 from stretto.telemetry.runlog import RunLog, rewind
 from stretto.telemetry.sinks import check_sinks
+from stretto.trainers import Trainer
 from stretto.types import Version
 from stretto.world import World, join_world, leave_world
 
@@ -113,7 +116,7 @@ def _run(
             world=world,
             trainer=trainer,
             source=_source(recorded, live),
-            publisher=live.publisher(trainer) if live else None,
+            publisher=_publisher(live, trainer, stack),
             evaluator=live.evaluator() if live else None,
             checkpoints=checkpoints,
             tokenizer=model.tokenizer,
@@ -131,6 +134,14 @@ def _run(
 
 def _source(recorded: ReplaySource | None, live: Live | None) -> Any:
     return recorded if live is None else live.source()
+
+
+def _publisher(live: Live | None, trainer: Trainer, stack: ExitStack) -> Publisher | None:
+    if live is None:
+        return None
+    publisher = live.publisher(trainer)
+    stack.callback(publisher.hang_up)
+    return publisher
 
 
 def _open_log(run_dir: Path, config: RunConfig, progressed: Progressed) -> RunLog:
@@ -175,7 +186,7 @@ def rollout(config: RunConfig, out: Path | None) -> None:
         file = stack.enter_context(open_out(out))
         model = Model.load(config)
         live = Live.open(config, world, model, stack)
-        fill_from_files(live.engine, model.directory)
+        serve_files(live.engine, model.directory)
         version = Version(1, 0)
         live.engine.prepare(version)
         live.engine.commit(version)

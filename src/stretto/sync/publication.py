@@ -37,6 +37,10 @@ class Transport(Protocol):
         """Raise RuntimeError naming the first tensor that did not arrive."""
         ...
 
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...
+
 
 class Publisher:
     """Publishes versions into one engine; the engine serves the old version or the new one, never a mixture.
@@ -87,3 +91,7 @@ class Publisher:
             raise RuntimeError("nothing to cancel: no publication is open, or its transfer has begun")
         version, self._pending = self._pending, None
         self._engine.cancel(version)
+
+    def hang_up(self) -> None:
+        """No version is published any more."""
+        self._transport.close()

@@ -93,7 +93,7 @@ def by_bridge(
 ) -> tuple[list[tuple[float, ...]], list[dict[str, Tensor]]]:
     """The same with the bridge's, and what an engine then has, before and after the step."""
     from stretto.engines.embedded import EmbeddedEngine
-    from stretto.orchestration.live import connect
+    from stretto.orchestration.engines import connect_embedded
 
     with opened(directory, world, "bridge", sizes) as trainer:
         engine = EmbeddedEngine(
@@ -106,7 +106,7 @@ def by_bridge(
             max_sequences=4,
             replicas=world.size,
         )
-        transport = connect(trainer, engine, world, 2**20)
+        transport = connect_embedded(trainer, engine, world, 2**20)
         assert transport.name == "stream"
         served = []
         logprobs = trainer.logprobs(mine(world).rollouts)

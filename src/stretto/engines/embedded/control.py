@@ -1,46 +1,19 @@
-"""What other threads ask of a generation (or its own, between two yields): pause, abort, close, new weights."""
+"""The gates as a forward pass of the embedded engine meets them."""
 
 from __future__ import annotations
 
-import inspect
-import threading
 import time
-import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from stretto.engines.base import EngineError
-from stretto.types import Version
+from stretto.engines.control import Control
 
 
-class Control:
-    """Two gates before every forward pass, the versions, and what ends a generation early.
+class StepControl(Control):
+    """Its unit of computing is one forward pass, in the generating thread."""
 
-    The publication gate is shut from `prepare` to `commit` or `cancel`, the other one from `pause` to `resume`.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._stream: weakref.ref[Generator[Any]] | None = None
-        self._aborted: set[int] | None = set()
-        self._disturbed = self._closed = False
-        self._computing = self._paused = False
-        self._prepared: Version | None = None
-        self._mixed = False
-        self.version = Version(0, 0)
-
-    def begin(self, stream: Generator[Any]) -> None:
-        """A new generation starts; earlier aborts do not concern it. EngineError when closed or busy with another."""
-        with self._condition:
-            if self._closed:
-                raise EngineError("the engine is closed")
-            # Weak: an iterator that was never begun runs no `finally`, and one that nobody holds is no generation.
-            earlier = self._stream and self._stream()
-            if earlier is not None and inspect.getgeneratorstate(earlier) != inspect.GEN_CLOSED:
-                raise EngineError("an earlier generation is unfinished; exhaust or close its iterator first")
-            self._stream = weakref.ref(stream)
-            self._aborted, self._disturbed = set(), False
+    under_way = "the forward pass under way"
 
     @contextmanager
     def step(self, deadline: float) -> Iterator[bool]:
@@ -55,98 +28,11 @@ class Control:
                 raise EngineError(f"{self._shut_by()} at the rollout's deadline (rollout.timeout_s)")
             disturbed, self._disturbed = self._disturbed, False
             if self._refuses and not disturbed:
-                raise EngineError(
-                    f"a publication after {self.version} failed midway, so the weights may be a mixture of two "
-                    "versions; a full publication must commit before the engine serves again"
-                )
-            self._computing = not disturbed
+                raise self._refusal()
+            self._computing = int(not disturbed)
         try:
             yield not disturbed
         finally:
             with self._condition:
-                self._computing = False
-                self._condition.notify_all()
-
-    def pause(self, timeout_s: float) -> None:
-        """Shut the gate and wait for the pass under way. EngineError, and nothing changed, when it does not end."""
-        with self._condition:
-            before, self._paused = self._paused, True
-            if not self._pass_ended(timeout_s):
-                self._paused = before
-                raise EngineError(f"pause: the forward pass under way did not end within {timeout_s:g} s")
-
-    def resume(self) -> None:
-        """Open the gate that `pause` shut; the publication gate stays as it is."""
-        with self._condition:
-            self._paused = False
-            self._condition.notify_all()
-
-    def prepare(self, version: Version, timeout_s: float) -> None:
-        """Shut the publication gate and wait for the pass under way, as `pause` does."""
-        with self._condition:
-            if version <= self.version:
-                raise EngineError(f"version {version} is not newer than {self.version}, which is served")
-            before, self._prepared = self._prepared, version
-            if not self._pass_ended(timeout_s):
-                self._prepared = before
-                raise EngineError(
-                    f"prepare of {version}: the forward pass under way did not end within {timeout_s:g} s"
-                )
-            # What is replaced was not cancelled, so it may have begun to write.
-            self._mixed = self._mixed or before is not None
-
-    def commit(self, version: Version) -> None:
-        """Open the publication gate to the prepared version."""
-        with self._condition:
-            self._end_publication(version)
-            self.version, self._mixed = version, False
-
-    def cancel(self, version: Version) -> None:
-        """Open the publication gate as if `version` had not been prepared."""
-        with self._condition:
-            self._end_publication(version)
-
-    def fail(self, version: Version) -> None:
-        """The prepared version did not arrive whole: refuse until another one commits."""
-        with self._condition:
-            self._end_publication(version)
-            self._mixed = True
-
-    def abort(self, request_ids: list[int] | None) -> None:
-        """Mark requests (all when None) as aborted."""
-        with self._condition:
-            if request_ids is None or self._aborted is None:
-                self._aborted = None
-            else:
-                self._aborted.update(request_ids)
-            self._disturbed = True
-            self._condition.notify_all()
-
-    def close(self) -> None:
-        """Abort everything and begin nothing more."""
-        with self._condition:
-            self._closed = True
-            self.abort(None)
-
-    def is_aborted(self, request_id: int) -> bool:
-        """Whether that request was aborted."""
-        aborted = self._aborted  # read once: another thread may be replacing it
-        return aborted is None or request_id in aborted
-
-    @property
-    def _refuses(self) -> bool:
-        return self._mixed and self._prepared is None
-
-    def _shut_by(self) -> str | None:
-        if self._prepared is not None:
-            return f"version {self._prepared} was prepared and neither committed nor cancelled"
-        return "the engine was still paused" if self._paused else None
-
-    def _pass_ended(self, timeout_s: float) -> bool:
-        return self._condition.wait_for(lambda: not self._computing, timeout_s)
-
-    def _end_publication(self, version: Version) -> None:
-        if self._prepared != version:
-            raise EngineError(f"version {version} is not the prepared one, which is {self._prepared}")
-        self._prepared = None
-        self._condition.notify_all()
+                self._computing = 0
+                self._changed()

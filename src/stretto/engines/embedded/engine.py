@@ -15,11 +15,11 @@ from torch import Tensor
 
 from stretto.engines.base import EngineError
 from stretto.engines.embedded.batch import Group, LiveBatch, Sample
-from stretto.engines.embedded.control import Control
+from stretto.engines.embedded.control import StepControl
 from stretto.engines.embedded.model import assign, build_module, checkpoint_tensors
-from stretto.engines.embedded.requests import check_requests
 from stretto.engines.embedded.sampling import Draws, draw, uniforms
-from stretto.engines.embedded.stopping import StopRule
+from stretto.engines.requests import check_requests
+from stretto.engines.stopping import StopRule
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.layout import Layout
 from stretto.sync.layouts import replica_layout
@@ -54,7 +54,7 @@ class EmbeddedEngine:
         self._layout = replica_layout(atoms_of(directory, map_file), str(dtype).removeprefix("torch."), replicas)
         self._max_length, self._max_sequences = max_length, max_sequences
         self._stop = StopRule(tokenizer, eos_ids)
-        self._control = Control()
+        self._control = StepControl()
         self._ready = False
 
     def adopt(self, weights: Mapping[str, Tensor]) -> None:

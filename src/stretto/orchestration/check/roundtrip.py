@@ -24,7 +24,7 @@ from stretto.orchestration.check.compare import (
 from stretto.orchestration.check.diagnose import Case, classify
 from stretto.orchestration.check.reference import held_tensors
 from stretto.orchestration.check.report import Failure, Outcome
-from stretto.orchestration.live import connect
+from stretto.orchestration.engines import connect_embedded
 from stretto.sync.files import CheckpointFiles
 from stretto.sync.fill import Filler
 from stretto.sync.publication import Publisher
@@ -81,7 +81,7 @@ def _connect(bench: Bench) -> None:
         return
     # Small buckets: many are used, and each is used again, as in a large model.
     extra = max(_LEAST_BYTES, bench.engine.layout().local_bytes(bench.world.rank) // _BUCKETS)
-    bench.publisher = Publisher(bench.engine, connect(bench.trainer, bench.engine, bench.world, extra))
+    bench.publisher = Publisher(bench.engine, connect_embedded(bench.trainer, bench.engine, bench.world, extra))
 
 
 def trainer_holds(

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from stretto.config.run import RunConfig
 from stretto.engines.embedded.model import build_module, checkpoint_tensors
+from stretto.orchestration.engines import engine_dtype
 from stretto.orchestration.footprint.engine import rollout_phase, transfer_buffers
 from stretto.orchestration.footprint.probe import Probe
 from stretto.orchestration.footprint.shapes import PROCESS_BYTES, Cut, Footprint, Slabs
-from stretto.orchestration.live import engine_dtype
 from stretto.trainers.precision import compute_dtype
 from stretto.world import World
 

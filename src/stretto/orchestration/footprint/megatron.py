@@ -13,10 +13,10 @@ from stretto.config.run import RunConfig
 from stretto.engines.embedded.model import build_module
 from stretto.models.checkpoint import load_config
 from stretto.models.language import Row
+from stretto.orchestration.engines import engine_dtype
 from stretto.orchestration.footprint.engine import rollout_phase, transfer_buffers
 from stretto.orchestration.footprint.probe import Probe
 from stretto.orchestration.footprint.shapes import PROCESS_BYTES, Cut, Footprint, Slabs
-from stretto.orchestration.live import engine_dtype
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import checkpoint_layout, megatron_layout, replica_layout

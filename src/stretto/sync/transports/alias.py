@@ -41,3 +41,6 @@ class AliasTransport:
         for name, tensor in self._target.items():
             if tensor.data_ptr() != self._source[name].data_ptr():
                 raise RuntimeError(f"{name} of the engine is no longer the trainer's tensor")
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -52,3 +52,6 @@ class PlannedTransport:
         for name, address in self._addresses.items():
             if self._target[name].data_ptr() != address:
                 raise RuntimeError(f"{name} of the engine has moved to another address")
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -1,0 +1,80 @@
+"""Keys that contradict each other, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stretto.config.run import RunConfig
+    from stretto.config.sections import TrainerConfig
+
+_VLLM_HOTTEST = 2
+
+
+def filters_of(config: RunConfig) -> list[str]:
+    """The sampling filters that are switched on, by key."""
+    rollout = config.rollout
+    on = {"rollout.top_p": rollout.top_p < 1, "rollout.top_k": rollout.top_k > 0, "rollout.min_p": rollout.min_p > 0}
+    return [key for key, value in on.items() if value]
+
+
+def streams_here(config: RunConfig) -> bool:
+    """Whether Megatron-Bridge streams into the embedded engine: nothing has a map, and nothing is cut into buckets."""
+    trainer = config.trainer
+    return trainer.backend == "megatron" and trainer.names == "bridge" and config.engine.backend == "embedded"
+
+
+def contradictions(config: RunConfig) -> Iterator[str]:
+    """A line for each key that contradicts another, with what to do."""
+    if (on := filters_of(config)) and not config.rollout.allow_filtered_sampling:
+        yield (
+            f"{on[0]} filters the distribution that tokens are drawn from, so the importance ratio is biased; "
+            "set rollout.allow_filtered_sampling = true to train on such samples"
+        )
+    weights = config.reward.weights
+    if weights is not None and len(weights) != len(config.reward.functions):
+        yield f"reward.weights has {len(weights)} values for {len(config.reward.functions)} functions"
+    updates, prompts = config.trainer.updates_per_batch, config.rollout.prompts_per_step
+    if updates > prompts:
+        yield f"trainer.updates_per_batch = {updates} is more than the {prompts} prompts of a step"
+    yield from _megatron_contradictions(config.trainer)
+    if config.engine.backend == "vllm":
+        yield from _vllm_contradictions(config)
+
+
+def _megatron_contradictions(trainer: TrainerConfig) -> Iterator[str]:
+    if trainer.backend != "megatron":
+        return
+    stages = trainer.pp * trainer.vpp
+    if trainer.pp_layers and trainer.pp > 1 and len(trainer.pp_layers) != stages:
+        yield (
+            f"trainer.pp_layers has {len(trainer.pp_layers)} numbers and there are {stages} stages "
+            "(trainer.pp x trainer.vpp)"
+        )
+    if trainer.dtype == "float64":
+        yield (
+            'trainer.dtype = "float64" needs the fsdp trainer: the optimizer of megatron is float32; '
+            'set "auto", "float32" or "bfloat16"'
+        )
+    if trainer.packed:
+        yield (
+            'trainer.batching = "packed" needs the fsdp trainer: the attention of Megatron\'s local layers has no mask '
+            'for packed rows; set "padded" or leave it out'
+        )
+
+
+def _vllm_contradictions(config: RunConfig) -> Iterator[str]:
+    """vLLM's log-probs come after temperature and filters or before both; ours are after temperature alone."""
+    on, evaluates = filters_of(config), config.eval.source is not None or config.data.heldout > 0
+    temperatures = {"rollout.temperature": config.rollout.temperature}
+    if evaluates:
+        temperatures["eval.temperature"] = config.eval.temperature
+    for key, value in temperatures.items():
+        if value > _VLLM_HOTTEST:
+            yield f"{key} is {value:g}; vLLM takes at most {_VLLM_HOTTEST}: lower it or take another engine.backend"
+        elif on and value not in (0, 1):
+            yield (
+                f"{key} is {value:g} and {on[0]} filters: vLLM gives log-probs either after both or before both; "
+                f"set {key} = 1, switch off the filters, or take another engine.backend"
+            )

