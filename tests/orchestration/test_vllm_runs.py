@@ -1,0 +1,108 @@
+"""Live runs whose engine is a real vLLM server: both trainers, and every step's log-probs against the trainer's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_helpers import alive, command_of, complete, descendants, kill, metrics, start, wait_until, write_run
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+STEPS = 3
+TP2 = {"backend": "megatron", "tp": 2}
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """The interpreter that has vLLM."""
+    found = os.environ.get("STRETTO_VLLM_PYTHON")
+    if not found:
+        pytest.skip("STRETTO_VLLM_PYTHON does not name an interpreter that has vLLM")
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A Qwen3 with heads of 32, which vLLM serves on CPU, and a tied head."""
+    directory, tokenizer = tmp_path_factory.mktemp("qwen3"), AutoTokenizer.from_pretrained(tiny_model)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def run_file(directory: Path, model: Path, python: str, trainer: dict[str, Any], sync: dict[str, Any]) -> Path:
+    options = {"enforce_eager": True, "gpu_memory_utilization": 0.12}
+    return write_run(
+        directory,
+        model,
+        steps=STEPS,
+        trainer={"lr": 1e-2} | trainer,
+        engine={"backend": "vllm", "python": python, "max_sequences": 16, "vllm": options},
+        rollout={"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 12, "temperature": 0.7},
+        algorithm={},
+        eval={},
+        data={"source": "rows.jsonl"},
+        sync={"checksums": True, "timeout_s": 60.0} | sync,
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("trainer", "processes", "sync"),
+    [({}, 1, {}), ({}, 1, {"transport": "collective"}), (TP2, 2, {})],
+    ids=["fsdp", "fsdp over gloo", "megatron tp 2"],
+)
+def test_what_the_server_samples_has_the_log_probs_that_the_trainer_gives_it(
+    tmp_path: Path,
+    model: Path,
+    python: str,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: dict[str, Any],
+    processes: int,
+    sync: dict[str, Any],
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    file = run_file(tmp_path / "run-files", model, python, trainer, sync)
+    complete("train", file, processes=processes)
+    found = metrics(file.parent / "run")
+    assert sorted(found) == list(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
+        assert found[step]["sync/version"] == step
+        assert found[step]["mismatch/logprob_diff_max"] < 3e-5, f"step {step}"
+    assert found[STEPS]["reward/mean"] != found[1]["reward/mean"], "the weights did change"
+
+
+@pytest.mark.timeout(300)
+def test_no_server_outlives_a_run_that_is_killed(
+    tmp_path: Path, model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    file = run_file(tmp_path / "run-files", model, python, {}, {})
+    run = start("train", file)
+    log = file.parent / "run" / "metrics.jsonl"
+    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) > 1, run)
+    servers = [pid for pid in descendants(run.pid) if "vllm" in command_of(pid)]
+    assert servers, "the server's processes are the run's"
+    below = kill(run)
+    wait_until(lambda: not any(map(alive, below)))
