@@ -21,6 +21,7 @@ from ranks import Ranks
 from stretto.sync import windows
 from stretto.sync.layout import Atoms
 from stretto.sync.layouts import EngineSizes, loader_layout
+from stretto.sync.links import SharedReceiver, SharedSender
 from stretto.sync.session import Destination, Options, Source
 from stretto.sync.transports import EngineTransport
 from stretto.types import Version
@@ -78,14 +79,14 @@ def opened() -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("kind", ["ipc", "collective"])
-@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize(("checksums", "extra_bytes"), [(False, 4096), (True, 4096), (False, 2**20)])
 def test_every_rank_of_an_engine_gets_its_shards_at_their_addresses(
-    opened: list[Any], checksums: bool, kind: Literal["ipc", "collective"]
+    opened: list[Any], checksums: bool, extra_bytes: int, kind: Literal["ipc", "collective"]
 ) -> None:
     engine = EngineRanks(blank(engine_tensors(0)))
     opened.append(engine)
     step = 0
-    options = Options(kind, "auto", 4096, checksums, 30.0)
+    options = Options(kind, "auto", extra_bytes, checksums, 30.0)
     transport = EngineTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: step), destination(engine), options)
     opened.append(transport)
     assert transport.refused == []
@@ -210,3 +211,28 @@ def test_a_corrupted_bucket_is_refused_by_its_name(opened: list[Any], monkeypatc
     assert transport.touched
     transport.transfer(Version(0, 2))
     assert wrong(engine, engine_tensors(1)) == []
+
+
+@pytest.mark.parametrize("buckets", range(1, 8))
+def test_slots_are_free_again_after_any_number_of_buckets(buckets: int) -> None:
+    """The answers of a receiver come in the order of its buckets, of which either slot may have the last."""
+    ours, theirs = multiprocessing.Pipe()
+    connecting = threading.Thread(target=receive_buckets, args=(theirs, buckets))
+    connecting.start()
+    sender = SharedSender(ALONE.device, {1: ours}, 64, timeout_s=10.0)
+    for index in range(buckets):
+        sender.buffer("out", index % 2, 1, 64).fill_(index)
+        sender.start(index % 2, (1, []), None)
+    sender.settle()
+    connecting.join(10.0)
+    assert not connecting.is_alive()
+    sender.close()
+
+
+def receive_buckets(connection: Any, buckets: int) -> None:
+    receiver = SharedReceiver(ALONE.device, {0: connection}, timeout_s=10.0)
+    for index in range(buckets):
+        (work,) = receiver.start(index % 2, None, (0, []))
+        work.wait()
+        assert (receiver.buffer("in", index % 2, 0, 64) == index).all()
+        receiver.release(index % 2, 0)

@@ -88,7 +88,7 @@ class SharedSender:
 
     def settle(self) -> None:
         """See :class:`~stretto.sync.links.base.Link`."""
-        for slot in range(_SLOTS):
+        for slot in list(self._unpacked_by):  # in the order in which they were sent, which is that of the answers
             self._wait_for(slot)
 
     def close(self) -> None:
