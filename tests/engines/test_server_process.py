@@ -37,7 +37,8 @@ def started(log: Path) -> list[int]:
     """The process ids that the server and its child wrote."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
-        lines = [line for line in log.read_text().splitlines() if line.startswith("pids")] if log.exists() else []
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        lines = [line for line in lines if line.startswith("pids") and line.endswith("\n")]  # not half of it
         if lines:
             return [int(one) for one in lines[0].split()[1:]]
         time.sleep(0.02)
@@ -125,3 +126,13 @@ def test_a_reserved_port_is_nobodys_but_the_servers() -> None:
         server.listen()
         port.release()
         socket.create_connection(("127.0.0.1", port.number), timeout=5).close()
+
+
+def test_the_error_that_ended_a_server_is_told_though_much_was_written_after_it(tmp_path: Path) -> None:
+    program = "print('(Worker) ValueError: too little memory'); [print('at line', n) for n in range(99)]"
+    process = ServerProcess([sys.executable, "-c", program], {}, tmp_path / "log", same_python=True)
+    assert process.ended(30.0) == 0
+    said = process.tail().splitlines()
+    assert said[1].strip() == "(Worker) ValueError: too little memory"
+    assert said[-1].strip() == "at line 98"
+    process.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,7 +18,8 @@ from pathlib import Path
 from stretto.engines.server import launcher
 
 _PACKAGE = Path(__file__).parents[2]
-_TAIL_LINES = 25
+_TAIL_LINES, _ERRORS = 25, 5
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 # What torchrun says to its ranks; the server would take itself for one of them.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANK_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -73,11 +75,13 @@ class ServerProcess:
         return None
 
     def tail(self) -> str:
-        """The end of what it wrote, for a message."""
+        """The end of what it wrote, after the last errors before that: an engine's own come long before its end."""
         with self.log.open("rb") as file:
-            file.seek(max(self._start, os.fstat(file.fileno()).st_size - 16384))
-            lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        return f"the end of its log ({self.log}):\n  " + "\n  ".join(lines or ["(nothing)"])
+            file.seek(max(self._start, os.fstat(file.fileno()).st_size - 2**20))
+            lines = file.read().decode(errors="replace").splitlines()
+        errors = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)][-_ERRORS:]
+        shown = [*errors, *(["..."] if errors else []), *lines[-_TAIL_LINES:]]
+        return f"the end of its log ({self.log}):\n  " + "\n  ".join(shown or ["(nothing)"])
 
     def stop(self) -> None:
         """End it and all that it started: SIGTERM, then SIGKILL."""
