@@ -314,11 +314,11 @@ def bucket_skipped() -> Iterator[None]:
 
     with publishing() as under_way:
 
-        def wrong(self: Any, index: int, buckets: Any, views: Any, *, outgoing: bool) -> Any:
-            load = right(self, index, buckets, views, outgoing=outgoing)
-            if outgoing or index or not under_way():
+        def wrong(self: Any, index: int, buckets: Any, views: Any, way: str, peer: int) -> Any:
+            load = right(self, index, buckets, views, way, peer)
+            if way == "out" or index or not under_way():
                 return load
-            return freight.Freight(load.messages, freight.Copies([], [], []))
+            return replace(load, copies=freight.Copies([], [], []))
 
         with patched(execute.Execution, _load=wrong):
             yield
@@ -348,12 +348,13 @@ def bucket_twice() -> Iterator[None]:
 
     with publishing() as under_way:
 
-        def wrong(self: Any, index: int, buckets: Any, views: Any, *, outgoing: bool) -> Any:
-            load = right(self, index, buckets, views, outgoing=outgoing)
-            if outgoing or index != 1 or not under_way():
+        def wrong(self: Any, index: int, buckets: Any, views: Any, way: str, peer: int) -> Any:
+            load = right(self, index, buckets, views, way, peer)
+            if way == "out" or index != 1 or not under_way():
                 return load
-            first = self._buffer("in", 0, buckets)
-            return freight.Freight(load.messages, freight.freight(buckets[1], first, views, outgoing=False).copies)
+            first = self._link.buffer("in", 0, peer, max(bucket.bytes for bucket in buckets))
+            mixed = freight.freight(buckets[1], first, views, "in", straight=True, trailer=0)
+            return replace(load, copies=mixed.copies)
 
         with patched(execute.Execution, _load=wrong):
             yield

@@ -69,6 +69,7 @@ JOURNEYS: dict[str, tuple[Side, Side, list[int] | None]] = {
     "cast": (Side("fsdp", 3), Side("embedded", 1, "bfloat16"), [3]),
     "cast up": (Side("megatron", MegatronSizes(dp=2), "bfloat16"), Side("vllm", EngineSizes("vllm", 2)), [1, 3]),
     "ranks without rows": (Side("fsdp", 4), Side("megatron", MegatronSizes(tp=2, dp=2)), [1, 0, 3, 2]),
+    "nothing travels": (Side("embedded", 4), Side("embedded", 4), [0, 1, 2, 3]),
     "many ranks a process": (Side("fsdp", 4), Side("embedded", 8), [0, 0, 1, 1, 2, 2, 3, 3]),
 }
 
@@ -184,7 +185,7 @@ def test_every_rank_gets_its_tensors(four: Ranks, journey: str, extra_bytes: int
     assert all(one["bytes"] <= extra_bytes for one in found)
     assert all(one["places"] == 1 for one in found), "buckets are the same memory at every publication"
     assert [one["written"] for one in found] == [one["expected"] for one in found]
-    if extra_bytes == 256:
+    if extra_bytes == 256 and journey != "nothing travels":
         assert max(one["buckets"] for one in found) > 20
 
 

@@ -126,7 +126,9 @@ class Execution:
     def _exchange(self, step: int) -> None:
         """Send to one process and receive from one: a link of each kind at a time bounds the memory."""
         out, into, to, back = self._links(step)
-        rounds = max(len(out), len(into))
+        rounds = self._rounds(step)
+        if not rounds:
+            return
         works: list[Work] = []
         for index in range(rounds + 1):
             try:
