@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
@@ -91,7 +90,7 @@ def _rank(
         for name, tensor in named:
             held[name].copy_(tensor)
 
-    inside = Inside(Bare(held), rank, torch.device("cpu"), lambda: list(derived), load, contextlib.nullcontext)
+    inside = Inside(Bare(held), rank, torch.device("cpu"), lambda: list(derived), load)
     while True:
         command, argument = pipe.recv()
         if command == "enter":

@@ -219,7 +219,7 @@ def test_slots_are_free_again_after_any_number_of_buckets(buckets: int) -> None:
     ours, theirs = multiprocessing.Pipe()
     connecting = threading.Thread(target=receive_buckets, args=(theirs, buckets))
     connecting.start()
-    sender = SharedSender(ALONE.device, {1: ours}, 64, timeout_s=10.0)
+    sender = SharedSender(ALONE.device, {1: ours}, 128, timeout_s=10.0)
     for index in range(buckets):
         sender.buffer("out", index % 2, 1, 64).fill_(index)
         sender.start(index % 2, (1, []), None)

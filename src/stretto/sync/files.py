@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -17,12 +17,12 @@ from stretto.sync.binding import check_targets
 from stretto.sync.coverage import differences
 from stretto.sync.execute import Execution, over_group
 from stretto.sync.fill import Filler
-from stretto.sync.layout import Layout, LocalTensor
+from stretto.sync.layout import Layout
 from stretto.sync.plan import Plan
 from stretto.sync.streaming import StreamCheck
+from stretto.sync.windows import windows
 
 _FILE_BYTES = 5 * 10**9
-_SHOWN = 20
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -138,20 +138,20 @@ def export(
 
     One file at a time is whole in the first rank's memory. Raises OSError or SafetensorError when it cannot be written.
     """
-    whole = Plan.of(source, target, [0])
-    parts = list(_parts(target))
+    specs = target.local(0)
+    parts = windows(Plan.of(source, target, [0]), _FILE_BYTES)
     for number, part in enumerate(parts, 1):
-        written = {name: _empty(one) for one in part for name in one.names()} if rank == 0 else {}
-        plan = whole.only({one.name for one in part})
-        link = over_group(plan, device=device)
-        execution = Execution(plan, rank, lambda: {rank: tensors()}, lambda written=written: {0: written}, link=link)
+        written = {name: _empty(*specs[name]) for name in part.names} if rank == 0 else {}
+        link = over_group(part.plan, device=device)
+        execution = Execution(
+            part.plan, rank, lambda: {rank: tensors()}, lambda written=written: {0: written}, link=link
+        )
         execution.run()
         execution.verify()
         if rank == 0:
             _save(written, directory / _file(number, len(parts)))
     if rank == 0:
-        names = [[name for one in part for name in one.names()] for part in parts]
-        _write_index(directory, names, target.local_bytes(0))
+        _write_index(directory, [part.names for part in parts], target.local_bytes(0))
 
 
 def export_stream(
@@ -200,21 +200,8 @@ def _unnumbered(index: int) -> str:
     return f"part-{index}.safetensors"
 
 
-def _parts(target: Layout) -> Iterator[list[LocalTensor]]:
-    """The tensors of each file, in the order of the map."""
-    part: list[LocalTensor] = []
-    used = 0
-    for one in target.tensors:
-        if part and used + one.bytes > _FILE_BYTES:
-            yield part
-            part, used = [], 0
-        part.append(one)
-        used += one.bytes
-    yield part
-
-
-def _empty(one: LocalTensor) -> Tensor:
-    return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
+def _empty(shape: tuple[int, ...], dtype: str) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
 def _file(number: int, count: int) -> str:

@@ -101,14 +101,10 @@ class Receivers:
         deadline = time.monotonic() + self._timeout_s
         return [self._answer(rank, command, deadline) for rank in sorted(self._ranks)]
 
-    def hear(self, command: str) -> None:
-        """Wait until every rank has done the last command, which has no answer."""
-        self.answers(command)
-
     def end(self) -> None:
         """Let the engine go on."""
         self.ask("go on")
-        self.hear("go on")
+        self.answers("go on")
         assert self._entering is not None
         self._entering.join(self._timeout_s)
         self._entering = None

@@ -18,10 +18,8 @@ from stretto.sync.links import JoinedLink, Link, SharedSender
 from stretto.sync.plan import Plan
 from stretto.sync.receivers import Door, Enterable, Receivers, Terms
 from stretto.sync.sending import FromStream, FromTensors, Sending
-from stretto.sync.windows import whole, windows
+from stretto.sync.windows import parts_of
 from stretto.world import World
-
-_SLOTS, _ALIGN = 2, 16
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Session:
         if self.receivers is not None:
             self.receivers.close()
 
-    def _on_every_rank(self, act: Callable[[Receivers], None]) -> None:
+    def _on_every_rank(self, act: Callable[[Receivers], object]) -> None:
         error = None
         try:
             if self.receivers is not None:
@@ -164,8 +162,8 @@ class Session:
             mine = numbers[first : first + destination.ranks_each]
             self.receivers.ask("connect", [(plan, number, terms) for number in mine])
         link = self._link = self._make_link(door, numbers, terms)
-        self._on_every_rank(lambda receivers: receivers.hear("connect"))
-        parts = windows(plan) if terms.windows else whole(plan)
+        self._on_every_rank(lambda receivers: receivers.answers("connect"))
+        parts = parts_of(plan, windowed=terms.windows)
         rank, checksums = self._world.rank, self._options.checksums
         if source.stream is not None:
             return FromStream(parts, rank, source.stream, link, checksums=checksums)
@@ -175,8 +173,7 @@ class Session:
         device, options = self._world.device, self._options
         if terms.store is None:
             connections = _meet(door, numbers, options.timeout_s)
-            room = options.extra_bytes // _SLOTS // _ALIGN * _ALIGN
-            return SharedSender(device, connections, room, timeout_s=options.timeout_s)
+            return SharedSender(device, connections, options.extra_bytes, timeout_s=options.timeout_s)
         return JoinedLink(
             device,
             self._world.rank,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stretto.sync.layout import LocalTensor
 from stretto.sync.plan import Plan
 
 WINDOW_BYTES = 2**28
-"""Bytes of a part, unless one tensor is larger."""
+"""Bytes of a window, unless one tensor is larger."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +19,24 @@ class Part:
     plan: Plan
 
 
-def whole(plan: Plan) -> list[Part]:
-    """The plan as one part."""
+def parts_of(plan: Plan, *, windowed: bool) -> list[Part]:
+    """The plan as one part, or in windows. Sender and receiver cut alike and run the parts in turn."""
+    if windowed:
+        return windows(plan, WINDOW_BYTES)
     return [Part([name for one in plan.target.tensors for name in one.names()], plan)]
 
 
-def windows(plan: Plan) -> list[Part]:
-    """Parts of at most WINDOW_BYTES, in the target's order. Sender and receiver cut alike and run them in turn."""
-    groups: list[list[str]] = []
-    used = WINDOW_BYTES
+def windows(plan: Plan, most_bytes: int) -> list[Part]:
+    """Parts that fill at most `most_bytes` each, unless one tensor is larger, in the target's order."""
+    groups: list[list[LocalTensor]] = [[]]
+    used = 0
     for tensor in plan.target.tensors:
-        if used + tensor.bytes > WINDOW_BYTES:
+        if groups[-1] and used + tensor.bytes > most_bytes:
             groups.append([])
             used = 0
-        groups[-1].append(tensor.name)
+        groups[-1].append(tensor)
         used += tensor.bytes
-    names = {tensor.name: tensor.names() for tensor in plan.target.tensors}
-    return [Part([name for one in group for name in names[one]], plan.only(set(group))) for group in groups]
+    return [
+        Part([name for one in group for name in one.names()], plan.only({one.name for one in group}))
+        for group in groups
+    ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -23,7 +22,7 @@ from stretto.sync.links import JoinedLink, Link, SharedReceiver
 from stretto.sync.plan import Plan
 from stretto.sync.receivers import Terms
 from stretto.sync.receiving import Direct, Loading, Receiving
-from stretto.sync.windows import whole, windows
+from stretto.sync.windows import parts_of
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -33,7 +32,7 @@ class Inside:
     """What an engine gives of one of its ranks.
 
     `derived` names tensors that the engine made from its parameters, which a direct write would leave behind; `load`
-    takes whole tensors of the checkpoint through the engine's own loader; `bracket` surrounds a publication.
+    takes whole tensors of the checkpoint through the engine's own loader.
     """
 
     model: nn.Module
@@ -41,7 +40,6 @@ class Inside:
     device: torch.device
     derived: Callable[[], list[str]]
     load: Callable[[Named], None]
-    bracket: Callable[[], AbstractContextManager[None]]
 
 
 _OPEN: dict[str, Receiver] = {}
@@ -72,7 +70,7 @@ class Receiver:
         self._id, self._timeout_s = call["id"], float(call["timeout_s"])
         self._inside = inside
         self._key = bytes.fromhex(call["key"])
-        self._senders: Mapping[int, Any] = {int(number): _address(one) for number, one in call["senders"].items()}
+        self._senders: Mapping[int, str] = {int(number): address for number, address in call["senders"].items()}
         self._rank = int(call["first_rank"]) + inside.rank
         self._control = self._dial(call["control"])
         self._control.send(self._rank)
@@ -94,7 +92,7 @@ class Receiver:
             try:
                 answer = (True, getattr(self, f"_{command}")(argument))
             except Exception as error:
-                answer = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+                answer = (False, _told(error))
             self._control.send(answer)
 
     def close(self) -> None:
@@ -106,8 +104,8 @@ class Receiver:
 
     def _inspect(self, layout: Layout) -> list[str]:
         """Why the weights of this rank cannot be written directly, by a layout of what the engine should hold."""
-        held = self._held()
-        named = {name: tensor for name, tensor in held.items() if name in layout.local(self._rank)}
+        expected = layout.local(self._rank)
+        named = {name: tensor for name, tensor in self._held().items() if name in expected}
         missing = tensor_differences(layout, self._rank, named)
         return [*missing, *self._inside.derived()]
 
@@ -115,7 +113,7 @@ class Receiver:
         """Take the plan, in which this is process `number`, and meet the senders."""
         plan, number, terms = argument
         link = self._link = self._join(plan, number, terms)
-        inside, parts = self._inside, windows(plan) if terms.windows else whole(plan)
+        inside, parts = self._inside, parts_of(plan, windowed=terms.windows)
         if terms.write == "direct":
             self._receiving = Direct(parts, number, self._rank, link, self._held, checksums=terms.checksums)
         else:
@@ -137,19 +135,18 @@ class Receiver:
         """One publication: bytes written, whether anything may have been written, and what went wrong."""
         assert self._receiving is not None, "connect comes first"
         try:
-            with self._inside.bracket():
-                return self._receiving.run(), True, None
+            return self._receiving.run(), True, None
         except Exception as error:
-            return 0, self._receiving.touched, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            return 0, self._receiving.touched, _told(error)
 
     def _held(self) -> dict[str, Tensor]:
         model = self._inside.model
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    def _dial(self, address: Any) -> Connection:
-        return Client(_address(address), authkey=self._key)
+    def _dial(self, address: str) -> Connection:
+        return Client(address, authkey=self._key)
 
 
-def _address(given: Any) -> Any:
-    """A path of a unix socket, or host and port, as JSON has them."""
-    return given if isinstance(given, str) else (given[0], int(given[1]))
+def _told(error: Exception) -> str:
+    """The error being handled, as the trainer shows it."""
+    return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +16,5 @@ def enter(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     from sglang.srt.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
 
     payload = bytes(named_tensors[0][1].cpu().tolist()).decode()
-    device = next(model.parameters()).device
-    inside = receiver.Inside(
-        model,
-        get_tensor_model_parallel_rank(),
-        device,
-        lambda: derived(model),
-        model.load_weights,
-        contextlib.nullcontext,
-    )
-    receiver.enter(payload, inside)
+    rank, device = get_tensor_model_parallel_rank(), next(model.parameters()).device
+    receiver.enter(payload, receiver.Inside(model, rank, device, lambda: derived(model), model.load_weights))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from stretto.engines.inside.derived import derived
@@ -20,7 +19,4 @@ class Worker:
             worker.reload_weights(weights_iterator=named)
 
         model = worker.model_runner.get_model()
-        enter(
-            payload,
-            Inside(model, worker.rank, worker.device, lambda: derived(model), load, contextlib.nullcontext),
-        )
+        enter(payload, Inside(model, worker.rank, worker.device, lambda: derived(model), load))

@@ -23,20 +23,23 @@ from torch import Tensor
 from stretto.sync.links.base import Way, Work
 
 _SLOTS = 2
+_ALIGN = 16
+"""Bytes: what pieces and checksums in a slot are aligned to, the second slot's too."""
 
 
 class SharedSender:
     """The sending end, with a connection to each receiver; makes the slots and gives them to the receivers.
 
+    The slots together take at most `extra_bytes`.
     Everyone waits at most `timeout_s` for the other. Raises RuntimeError naming the receiver that is gone or silent.
     """
 
     straight = False
 
     def __init__(
-        self, device: torch.device, receivers: Mapping[int, Connection], bucket_bytes: int, *, timeout_s: float
+        self, device: torch.device, receivers: Mapping[int, Connection], extra_bytes: int, *, timeout_s: float
     ):
-        self.bucket_bytes = bucket_bytes
+        self.bucket_bytes = extra_bytes // _SLOTS // _ALIGN * _ALIGN
         self._device, self._receivers, self._timeout_s = device, receivers, timeout_s
         self._unpacked_by: dict[int, int] = {}
         if device.type == "cuda":
