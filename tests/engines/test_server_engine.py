@@ -16,7 +16,7 @@ import torch
 from engine_helpers import DEADLINE_S, request, run
 
 from stretto.engines import EngineError
-from stretto.engines.server.seeds import part_seed
+from stretto.engines.seeds import part_seed
 from stretto.engines.sglang import SglangEngine
 from stretto.models.checkpoint import load_tokenizer
 from stretto.types import Completion, FinishReason, Request, Version, VersionSpan

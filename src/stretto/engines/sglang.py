@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from stretto.engines.base import EngineError
+from stretto.engines.seeds import part_seed
 from stretto.engines.server.client import Call
 from stretto.engines.server.devices import visible_devices
 from stretto.engines.server.dialect import Answer, Part, Setup
 from stretto.engines.server.engine import ServerEngine
 from stretto.engines.server.options import PRINT_PARSER
-from stretto.engines.server.seeds import part_seed
 from stretto.types import FinishReason, Sampling
 
 _ENTER = "stretto.engines.inside.sglang.enter"

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.engines.seeds import mixed
+
 _BLOCK = 128
 
 
@@ -25,19 +27,8 @@ class Draws:
 
 
 def uniforms(seeds_N: np.ndarray, positions_N: np.ndarray) -> np.ndarray:
-    """One float64 in [0, 1) per row, a pure function of (seed, position): the SplitMix64 generator.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), figure 17.
-    """
-    with np.errstate(over="ignore"):
-        z = _mix(seeds_N.astype(np.uint64)) + (positions_N.astype(np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
-        return (_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    """One float64 in [0, 1) per row, a pure function of (seed, position)."""
+    return (mixed(seeds_N, positions_N) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def draw(logits_NV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
