@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import ENGINES, Factory
-from vllm_servers import VllmServers, vllm_python
+from vllm_servers import VllmServers
+
+from vllm_here import vllm_python
 
 
 @pytest.fixture(params=[*ENGINES, "vllm"])

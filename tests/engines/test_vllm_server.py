@@ -13,12 +13,13 @@ import pytest
 import torch
 from engine_helpers import DEADLINE_S, filtered_by_transformers, reference_logits, reference_logprobs, request, run
 from test_server_process import all_gone
-from vllm_servers import QUICK, vllm_engine, vllm_python
+from vllm_servers import QUICK, vllm_engine
 
 from stretto.engines import EngineError
 from stretto.engines.server.options import command_line, installed_options
 from stretto.engines.vllm import Vllm, VllmEngine
 from stretto.models.checkpoint import load_model
+from vllm_here import vllm_python
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from engine_helpers import Served, published
 
@@ -18,25 +16,11 @@ from stretto.sync.layouts import EngineSizes, engine_layout, loader_layout, repl
 from stretto.sync.session import Destination, Options, Source
 from stretto.sync.transports import EngineTransport
 from stretto.world import World
+from vllm_here import vllm_python
 
 CPU = torch.device("cpu")
 MAX_LENGTH = 512
 QUICK: Mapping[str, Any] = {"enforce_eager": True, "enable_prefix_caching": False}
-_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",  # its first request would wait half a minute for a compiler
-}
-
-
-def vllm_python() -> str:
-    """The interpreter that has vLLM; skips the test where there is none."""
-    python = os.environ.get("STRETTO_VLLM_PYTHON")
-    if not python:
-        pytest.skip("STRETTO_VLLM_PYTHON does not name an interpreter that has vLLM")
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    return python
 
 
 def vllm_engine(directory: Path, **changes: Any) -> VllmEngine:

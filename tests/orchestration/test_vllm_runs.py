@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from run_helpers import alive, command_of, complete, descendants, kill, metrics, start, wait_until, write_run
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+from vllm_here import vllm_python
+
 STEPS = 3
 TP2 = {"backend": "megatron", "tp": 2}
 
@@ -19,10 +19,7 @@ TP2 = {"backend": "megatron", "tp": 2}
 @pytest.fixture(scope="module")
 def python() -> str:
     """The interpreter that has vLLM."""
-    found = os.environ.get("STRETTO_VLLM_PYTHON")
-    if not found:
-        pytest.skip("STRETTO_VLLM_PYTHON does not name an interpreter that has vLLM")
-    return found
+    return vllm_python()
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +72,10 @@ def test_what_the_server_samples_has_the_log_probs_that_the_trainer_gives_it(
     tmp_path: Path,
     model: Path,
     python: str,
-    monkeypatch: pytest.MonkeyPatch,
     trainer: dict[str, Any],
     processes: int,
     sync: dict[str, Any],
 ) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     file = run_file(tmp_path / "run-files", model, python, trainer, sync)
     complete("train", file, processes=processes)
     found = metrics(file.parent / "run")
@@ -93,11 +87,7 @@ def test_what_the_server_samples_has_the_log_probs_that_the_trainer_gives_it(
 
 
 @pytest.mark.timeout(300)
-def test_no_server_outlives_a_run_that_is_killed(
-    tmp_path: Path, model: Path, python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+def test_no_server_outlives_a_run_that_is_killed(tmp_path: Path, model: Path, python: str) -> None:
     file = run_file(tmp_path / "run-files", model, python, {}, {})
     run = start("train", file)
     log = file.parent / "run" / "metrics.jsonl"
