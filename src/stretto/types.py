@@ -119,6 +119,24 @@ class Rollout:
                 f"{len(self.logprobs_T)} log-probs, {len(self.loss_mask_T)} mask values"
             )
 
+    @classmethod
+    def of(
+        cls, completion: Completion, prompt_ids: tuple[int, ...], *, temperature: float, group_id: int, source_row: int
+    ) -> Rollout:
+        """What an engine sampled, every token of it in the loss; not scored yet."""
+        return cls(
+            prompt_ids=prompt_ids,
+            response_ids=completion.response_ids,
+            logprobs_T=completion.logprobs_T,
+            loss_mask_T=(1,) * len(completion.response_ids),
+            temperature=temperature,
+            finish_reason=completion.finish_reason,
+            version_spans=completion.version_spans,
+            group_id=group_id,
+            seed=completion.seed,
+            source_row=source_row,
+        )
+
     @property
     def loss_tokens(self) -> int:
         """How many response tokens enter the loss."""

@@ -52,16 +52,11 @@ def sample(engine: EmbeddedEngine, tokenizer) -> list[Rollout]:
         for i, text in enumerate(PROMPTS)
     ]
     return [
-        Rollout(
-            prompt_ids=requests[one.request_id].prompt_ids,
-            response_ids=one.response_ids,
-            logprobs_T=one.logprobs_T,
-            loss_mask_T=(1,) * len(one.response_ids),
+        Rollout.of(
+            one,
+            requests[one.request_id].prompt_ids,
             temperature=0.8,
-            finish_reason=one.finish_reason,
-            version_spans=one.version_spans,
             group_id=one.request_id,
-            seed=one.seed,
             source_row=one.request_id,
         )
         for one in engine.generate(requests, deadline_s=60)

@@ -134,17 +134,9 @@ class RolloutPhase:
 
 
 def _scored(job: Job, completion: Completion, score: Score, sampling: Sampling) -> Scored:
-    rollout = Rollout(
-        prompt_ids=job.prompt.ids,
-        response_ids=completion.response_ids,
-        logprobs_T=completion.logprobs_T,
-        loss_mask_T=(1,) * len(completion.response_ids),
-        temperature=sampling.temperature or 1.0,
-        finish_reason=completion.finish_reason,
-        version_spans=completion.version_spans,
-        group_id=job.id,
-        seed=completion.seed,
-        source_row=job.prompt.row,
+    temperature = sampling.temperature or 1.0
+    rollout = Rollout.of(
+        completion, job.prompt.ids, temperature=temperature, group_id=job.id, source_row=job.prompt.row
     )
     return Scored(completion.index, rollout.scored(score) if score.failure is None else rollout, score)
 
