@@ -91,18 +91,7 @@ def generate(engine: RolloutEngine, count: int, new: int) -> list[Completion]:
 def rollouts(samples: list[Completion]) -> list[Rollout]:
     """The samples as the trainer takes them."""
     return [
-        Rollout(
-            prompt_ids=(*PROMPT, 40 + one.request_id),
-            response_ids=one.response_ids,
-            logprobs_T=one.logprobs_T,
-            loss_mask_T=(1,) * len(one.response_ids),
-            temperature=0.7,
-            finish_reason=one.finish_reason,
-            version_spans=one.version_spans,
-            group_id=one.request_id,
-            seed=one.seed,
-            source_row=0,
-        )
+        Rollout.of(one, (*PROMPT, 40 + one.request_id), temperature=0.7, group_id=one.request_id, source_row=0)
         for one in samples
     ]
 
@@ -165,7 +154,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         engine = open_engine(config, world, model, stack)
         say("the engine serves")
         trainer = stack.enter_context(open_trainer(directory, config, world))
-        transport = connect(trainer, engine, config, world, directory)
+        transport = connect(trainer, engine, config, world)
         publisher = Publisher(engine, transport)
         stack.callback(publisher.hang_up)
         say(f"connected by {transport.name}; not written directly because: {getattr(transport, 'refused', [])[:3]}")

@@ -17,6 +17,7 @@ from stretto.engines.embedded import EmbeddedEngine
 from stretto.engines.server import ServerEngine
 from stretto.models import checkpoint as models
 from stretto.orchestration.model import Model
+from stretto.sync.binding import dtype_name
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.files import CheckpointFiles, load
 from stretto.sync.layouts import EngineSizes, checkpoint_layout, engine_layout, loader_layout
@@ -63,6 +64,9 @@ def _open_server(config: RunConfig, world: World, model: Model, eos: Sequence[in
             f"engine.tp = {settings.tp} does not divide the {world.size} processes of the run; "
             f"start a multiple of {settings.tp}"
         )
+    dtype = engine_dtype(config, world)
+    sizes = EngineSizes(settings.backend, tp=settings.tp, replicas=world.size // settings.tp)
+    layout = engine_layout(atoms_of(model.directory, config.model.map), dtype_name(dtype), sizes)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-engine-")))
     leads = world.rank % settings.tp == 0
 
@@ -70,12 +74,12 @@ def _open_server(config: RunConfig, world: World, model: Model, eos: Sequence[in
         engine = _server_class(settings.backend)(
             model.directory,
             model.tokenizer,
-            dtype=engine_dtype(config, world),
+            dtype=dtype,
             eos_ids=eos,
             max_length=model.max_length,
             max_sequences=settings.max_sequences,
             tp=settings.tp,
-            layout=_destination(config, world, model.directory).direct,
+            layout=layout,
             options={} if url else getattr(settings, settings.backend),
             python=settings.python,
             url=url,
@@ -111,7 +115,7 @@ def _server_class(backend: str) -> Callable[..., ServerEngine]:
     return VllmEngine
 
 
-def connect(trainer: Trainer, engine: RolloutEngine, config: RunConfig, world: World, model: Path) -> Transport:
+def connect(trainer: Trainer, engine: RolloutEngine, config: RunConfig, world: World) -> Transport:
     """The transport between this trainer and this engine. All ranks call together.
 
     Raises ValueError when the trainer's weights do not fill the engine's, RuntimeError when a server's ranks do not
@@ -120,10 +124,12 @@ def connect(trainer: Trainer, engine: RolloutEngine, config: RunConfig, world: W
     if isinstance(engine, EmbeddedEngine):
         return connect_embedded(trainer, engine, world, config.sync.extra_mib * _MIB, checksums=config.sync.checksums)
     assert isinstance(engine, ServerEngine)
-    destination = _destination(config, world, model, engine if engine.leads else None)
+    direct = engine.layout()
+    loader = loader_layout(direct.atoms, dtype_name(engine_dtype(config, world)), direct.ranks)
+    destination = Destination(engine if engine.leads else None, config.engine.tp, direct, loader)
     source = Source(trainer.layout(), trainer.weights, trainer.stream if isinstance(trainer, Streaming) else None)
     transport = EngineTransport(world, source, destination, _options(config.sync))
-    engine.set_layout(destination.loader if transport.refused else destination.direct)
+    engine.set_layout(loader if transport.refused else direct)
     return transport
 
 
@@ -147,14 +153,6 @@ def connect_embedded(
     return PlannedTransport(
         plan, world.rank, trainer.weights, engine.allocate(), world.device, extra_bytes, checksums=checksums
     )
-
-
-def _destination(config: RunConfig, world: World, model: Path, engine: ServerEngine | None = None) -> Destination:
-    """What the servers of a run hold, and the one that this rank leads."""
-    atoms, tp = atoms_of(model, config.model.map), config.engine.tp
-    dtype = str(engine_dtype(config, world)).removeprefix("torch.")
-    sizes = EngineSizes(config.engine.backend, tp=tp, replicas=world.size // tp)
-    return Destination(engine, tp, engine_layout(atoms, dtype, sizes), loader_layout(atoms, dtype, world.size))
 
 
 def _options(sync: SyncConfig) -> Options:

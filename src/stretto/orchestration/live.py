@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from stretto.config import RunConfig
 from stretto.data import PromptSet, PromptStream, load_prompts
@@ -26,7 +25,6 @@ class Live:
 
     config: RunConfig
     world: World
-    directory: Path
     data: PromptSet
     engine: RolloutEngine
     phase: RolloutPhase
@@ -43,11 +41,11 @@ class Live:
         rewards.check(data.train[0].fields.keys())
         engine = open_engine(config, world, model, stack)
         phase = RolloutPhase(engine, rewards, model.tokenizer, config.rollout.timeout_s)
-        return cls(config, world, model.directory, data, engine, phase)
+        return cls(config, world, data, engine, phase)
 
     def publisher(self, trainer: Trainer) -> Publisher:
         """What brings the trainer's weights into the engine."""
-        return Publisher(self.engine, connect(trainer, self.engine, self.config, self.world, self.directory))
+        return Publisher(self.engine, connect(trainer, self.engine, self.config, self.world))
 
     def source(self) -> LiveSource:
         """Samples for training."""

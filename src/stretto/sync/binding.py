@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from stretto.sync.coverage import differences
 from stretto.sync.layout import Layout
 from stretto.world import local_part
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as layouts name it: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def unlike(name: str, tensor: Tensor, said: tuple[tuple[int, ...], str]) -> str | None:
+    """A line when a tensor has not the shape and the dtype that its layout says; a shard's own where it is sharded."""
+    held = local_part(tensor)
+    if (tuple(held.shape), dtype_name(held.dtype)) == said:
+        return None
+    return f"{name} is {list(held.shape)} {dtype_name(held.dtype)} and its layout says {list(said[0])} {said[1]}"
 
 
 def tensor_differences(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -18,13 +32,8 @@ def tensor_differences(layout: Layout, rank: int, tensors: Mapping[str, Tensor])
         *differences("the layout has", sorted(set(expected) - set(tensors)), tensors),
         *differences("the layout does not have", sorted(set(tensors) - set(expected)), expected),
     ]
-    for name in sorted(set(expected) & set(tensors)):
-        shape, dtype = expected[name]
-        held = local_part(tensors[name])
-        real = tuple(held.shape), str(held.dtype).removeprefix("torch.")
-        if real != (shape, dtype):
-            lines.append(f"{name} is {list(real[0])} {real[1]} and its layout says {list(shape)} {dtype}")
-    return lines
+    both = (unlike(name, tensors[name], expected[name]) for name in sorted(set(expected) & set(tensors)))
+    return [*lines, *(line for line in both if line)]
 
 
 def check_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> None:

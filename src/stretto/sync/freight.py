@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stretto.sync.binding import dtype_name
 from stretto.sync.links.base import Way
 from stretto.sync.program import Bucket, Move
 from stretto.sync.views import Copies, Views
@@ -56,7 +57,7 @@ def freight(bucket: Bucket, slot: Tensor, views: Views, way: Way, *, straight: b
 
 def _travels(own: Tensor, move: Move, slot: Tensor, way: Way) -> bool:
     """Whether the view's own memory is the message."""
-    alike = str(own.dtype).removeprefix("torch.") == move.dtype and own.device == slot.device
+    alike = dtype_name(own.dtype) == move.dtype and own.device == slot.device
     return alike and own.is_contiguous() and not (way == "out" and move.shift)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from stretto.sync.binding import unlike
 from stretto.sync.coverage import differences
 from stretto.sync.layout import Layout
 
@@ -29,11 +30,9 @@ class StreamCheck:
         self._arrived[name] += 1
         if name not in self._specs or self._arrived[name] > 1:
             return False
-        shape, dtype = self._specs[name]
-        real = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        if real != (shape, dtype):
-            self._unlike.append(f"{name} is {list(real[0])} {real[1]} and its layout says {list(shape)} {dtype}")
-        return real == (shape, dtype)
+        line = unlike(name, tensor, self._specs[name])
+        self._unlike += [line] if line else []
+        return line is None
 
     def lines(self) -> list[str]:
         """What never came, what does not belong, what came twice and what is not as the layout says."""

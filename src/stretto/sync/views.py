@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.sync.binding import unlike
 from stretto.sync.layout import Layout
 from stretto.sync.program import End, Move
 from stretto.world import local_part
@@ -66,11 +67,8 @@ class Views:
 
     def _check(self, key: tuple[int, str], given: Tensor) -> None:
         rank, name = key
-        real, said = (tuple(given.shape), str(given.dtype).removeprefix("torch.")), self._specs[rank][name]
-        if real != said:
-            raise ValueError(
-                f"{self._side}: {name} is {list(real[0])} {real[1]} and its layout says {list(said[0])} {said[1]}"
-            )
+        if line := unlike(name, given, self._specs[rank][name]):
+            raise ValueError(f"{self._side}: {line}")
 
     def write_back(self) -> None:
         """Bring what was written into contiguous copies to the tensors themselves."""

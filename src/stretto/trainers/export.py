@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto.sync import files
+from stretto.sync.binding import dtype_name
 from stretto.sync.layout import Layout
 from stretto.sync.layouts import checkpoint_layout
 from stretto.world import World
@@ -59,7 +60,7 @@ def export_stream(
 
 
 def _target(layout: Layout, dtype: torch.dtype) -> Layout:
-    return checkpoint_layout(layout.atoms, str(dtype).removeprefix("torch."))
+    return checkpoint_layout(layout.atoms, dtype_name(dtype))
 
 
 def _finish(directory: Path, dtype: torch.dtype, source: Path, world: World) -> None:
@@ -75,5 +76,5 @@ def _write_settings(directory: Path, source: Path, dtype: torch.dtype) -> None:
     """The exported config.json is the source's own but for the dtype: training does not change the architecture."""
     settings = json.loads((source / "config.json").read_text())
     settings.pop("torch_dtype", None)
-    settings["dtype"] = str(dtype).removeprefix("torch.")
+    settings["dtype"] = dtype_name(dtype)
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")

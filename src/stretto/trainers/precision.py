@@ -13,8 +13,3 @@ def compute_dtype(config: TrainerConfig, world: World) -> torch.dtype:
     if config.dtype == "auto":
         return torch.bfloat16 if world.device.type == "cuda" else torch.float32
     return getattr(torch, config.dtype)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as layouts name it: ``float32``."""
-    return str(dtype).removeprefix("torch.")

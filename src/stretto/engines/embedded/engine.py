@@ -20,6 +20,7 @@ from stretto.engines.embedded.model import assign, build_module, checkpoint_tens
 from stretto.engines.embedded.sampling import Draws, draw, uniforms
 from stretto.engines.requests import check_requests
 from stretto.engines.stopping import StopRule
+from stretto.sync.binding import dtype_name
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.layout import Layout
 from stretto.sync.layouts import replica_layout
@@ -51,7 +52,7 @@ class EmbeddedEngine:
     ):
         self._module: Any = build_module(directory)
         self._device, self._dtype = device, dtype
-        self._layout = replica_layout(atoms_of(directory, map_file), str(dtype).removeprefix("torch."), replicas)
+        self._layout = replica_layout(atoms_of(directory, map_file), dtype_name(dtype), replicas)
         self._max_length, self._max_sequences = max_length, max_sequences
         self._stop = StopRule(tokenizer, eos_ids)
         self._control = StepControl()

@@ -25,6 +25,7 @@ from stretto.engines.server.process import ReservedPort, ServerProcess
 from stretto.engines.server.sample import Sample
 from stretto.engines.stopping import StopRule
 from stretto.models.checkpoint import load_config
+from stretto.sync.binding import dtype_name
 from stretto.sync.layout import Layout
 from stretto.types import Completion, FinishReason, Request, Version
 
@@ -51,7 +52,7 @@ class ServerEngine:
         directory: Path,
         tokenizer: Any,
         *,
-        dtype: torch.dtype | str,
+        dtype: torch.dtype,
         eos_ids: Sequence[int],
         max_length: int,
         max_sequences: int,
@@ -72,8 +73,7 @@ class ServerEngine:
         self._eos_ids = tuple(eos_ids)
         self._max_length, self._max_sequences = max_length, max_sequences
         self._vocabulary = load_config(directory).get_text_config().vocab_size
-        name = str(dtype).removeprefix("torch.")
-        setup = Setup(directory, name, max_length, max_sequences, tp, device, filters, receiver)
+        setup = Setup(directory, dtype_name(dtype), max_length, max_sequences, tp, device, filters, receiver)
         self._flights = Flights(dialect, StopRule(tokenizer, eos_ids))
         self._control = RequestControl(self._flights.changed)
         self._switching = threading.RLock()

@@ -17,13 +17,14 @@ from stretto.orchestration.engines import engine_dtype
 from stretto.orchestration.footprint.engine import rollout_phase, transfer_buffers
 from stretto.orchestration.footprint.probe import Probe
 from stretto.orchestration.footprint.shapes import PROCESS_BYTES, Cut, Footprint, Slabs
+from stretto.sync.binding import dtype_name
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import checkpoint_layout, megatron_layout, replica_layout
 from stretto.sync.parallel import MegatronSizes
 from stretto.trainers.megatron import require_megatron
 from stretto.trainers.megatron.parallel import sizes_of
-from stretto.trainers.precision import compute_dtype, dtype_name
+from stretto.trainers.precision import compute_dtype
 from stretto.world import World
 
 _MEGATRON_BYTES = 80 * 2**20

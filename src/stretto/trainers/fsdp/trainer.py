@@ -14,14 +14,13 @@ from stretto.algorithms.objective import Stats, merge
 from stretto.config.run import RunConfig
 from stretto.data.batching import MicroBatch, cut, filler, slot_offsets
 from stretto.models.checkpoint import odd_layers
-from stretto.sync.binding import check_tensors
+from stretto.sync.binding import check_tensors, dtype_name
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.layout import Layout
 from stretto.sync.layouts import fsdp_layout
 from stretto.trainers.export import export
 from stretto.trainers.fsdp import state
 from stretto.trainers.fsdp.build import build_optimizer, build_policy, master_dtype
-from stretto.trainers.precision import dtype_name
 from stretto.trainers.stepping import SteppingTrainer
 from stretto.trainers.tokens import FlatTokens
 from stretto.trainers.updates import Update

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.models.checkpoint import stored_dtype
-from stretto.sync.binding import tensor_differences
+from stretto.sync.binding import dtype_name, tensor_differences
 from stretto.sync.files import CheckpointFiles, load
 from stretto.sync.layout import Atoms, Layout
 from stretto.sync.layouts import checkpoint_layout, megatron_layout
@@ -26,7 +26,6 @@ from stretto.trainers.megatron.build import build_chunks
 from stretto.trainers.megatron.passes import prepare
 from stretto.trainers.megatron.provider import expert_count, run_settings
 from stretto.trainers.megatron.trainer import MegatronTrainer, local_tensors
-from stretto.trainers.precision import dtype_name
 
 _RAW = 'set trainer.names = "raw"'
 _MUST_BE: dict[str, Any] = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}

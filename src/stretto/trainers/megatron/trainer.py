@@ -15,7 +15,7 @@ from stretto.algorithms.objective import Stats, merge
 from stretto.config.run import RunConfig
 from stretto.data.batching import MicroBatch, slot_offsets
 from stretto.models.checkpoint import load_config, stored_dtype
-from stretto.sync.binding import check_tensors
+from stretto.sync.binding import check_tensors, dtype_name
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.files import CheckpointFiles, load
 from stretto.sync.layout import Atoms, Layout
@@ -26,7 +26,7 @@ from stretto.trainers.groups import DataParallel, Groups
 from stretto.trainers.megatron import optimizer, parallel, state
 from stretto.trainers.megatron.build import build_model
 from stretto.trainers.megatron.passes import Passes, prepare
-from stretto.trainers.precision import compute_dtype, dtype_name
+from stretto.trainers.precision import compute_dtype
 from stretto.trainers.stepping import SteppingTrainer
 from stretto.trainers.tokens import FlatTokens
 from stretto.trainers.updates import Update
