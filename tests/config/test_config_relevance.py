@@ -108,6 +108,7 @@ ELSEWHERE = {
     **{f"engine.{name}": SGLANG for name in ("tp", "url", "python", "start_timeout_s", "sglang")},
     "engine.vllm": VLLM,
     **{f"sync.{name}": SGLANG for name in ("transport", "write", "timeout_s")},
+    **{f"memory.{name}": SGLANG for name in ("release", "offload")},
     **{f"trainer.{name}": MEGATRON for name in ("names", "tp", "pp", "vpp", "pp_layers", "ep", "etp")},
     "trainer.sequence_parallel": MEGATRON,
     "data.args": {"data.source": "reasoning_gym:chain_sum"},

@@ -239,8 +239,10 @@ def test_what_follows_a_publication_is_the_new_model(served: Served) -> None:
 def test_memory_is_given_back_and_taken_again(served: Served) -> None:
     one = request(0, served.prompt(13), (4, 5))
     expected = run(served.engine, one)
-    served.engine.release_memory()
-    served.engine.reclaim_memory()
+    served.engine.pause()
+    served.engine.release_memory("kv")
+    served.engine.reclaim_memory("kv")
+    served.engine.resume()
     assert run(served.engine, one) == expected
 
 

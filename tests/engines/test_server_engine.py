@@ -226,8 +226,8 @@ def test_an_adopted_server_outlives_its_adopter(engine: SglangEngine, servers: A
 
 
 def test_memory_that_cannot_be_given_back_is_said_so(engine: SglangEngine) -> None:
-    with pytest.raises(EngineError, match=r"set engine\.sglang\.enable_memory_saver = true"):
-        engine.release_memory()
+    with pytest.raises(EngineError, match=r"set memory\.release, .* start it with --enable-memory-saver"):
+        engine.release_memory("kv")
 
 
 def test_stop_strings_need_the_servers_tokenizer(servers: Any) -> None:

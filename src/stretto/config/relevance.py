@@ -54,12 +54,12 @@ IGNORED: tuple[Rule, ...] = (
         'trainer.names = "bridge" has maps of its own',
     ),
     Rule(
-        (*_OF_SERVERS, "sync.transport", "sync.write", "sync.timeout_s"),
+        (*_OF_SERVERS, "memory.release", "memory.offload", "sync.transport", "sync.write", "sync.timeout_s"),
         lambda c: c.engine.backend == "embedded",
         'engine.backend is "embedded"',
     ),
     Rule(
-        ("engine.python", "engine.sglang", "engine.vllm"),
+        ("engine.python", "engine.sglang", "engine.vllm", "memory.release", "memory.offload"),
         lambda c: c.engine.url is not None,
         "the server at engine.url runs already",
     ),

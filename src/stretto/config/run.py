@@ -11,6 +11,7 @@ from stretto.config.sections import (
     DataConfig,
     EngineConfig,
     EvalConfig,
+    MemoryConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -41,6 +42,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
+    memory: MemoryConfig = MemoryConfig()
     sync: SyncConfig = SyncConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     eval: EvalConfig = EvalConfig()

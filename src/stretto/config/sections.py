@@ -191,6 +191,19 @@ class TrainerConfig(Section):
         return self.batching == "packed" or (self.batching == "auto" and self.backend == "fsdp")
 
 
+class MemoryConfig(Section):
+    """Who holds the memory of a device while trainer and engine take turns on it."""
+
+    release: Literal["auto", "nothing", "kv", "all"] = "auto"
+    """What a server on CUDA gives back while the trainer works: nothing, its pool of keys and values (kv), or its
+    weights too (all); auto: as little as the forecast allows."""
+    offload: Literal["auto", "never", "always"] = "auto"
+    """Whether the optimizer's state waits in host memory while a server on CUDA generates; auto: when the forecast says
+    that it does not fit."""
+    refuse: bool = True
+    """Refuse a run whose forecast does not fit, before its first step; false: start it all the same."""
+
+
 class SyncConfig(Section):
     """How weights go from the trainer to the engine."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from stretto.sync.layout import Layout
 from stretto.types import Completion, Request, Version
+
+Memory = Literal["kv", "weights"]
+"""What an engine can give back: the pool of keys and values, and its own copy of the weights."""
 
 
 class EngineError(RuntimeError):
@@ -45,12 +48,15 @@ class RolloutEngine(Protocol):
         """Undo `pause`. During a publication the engine stays shut until that ends."""
         ...
 
-    def release_memory(self) -> None:
-        """Give back device memory that only generation needs."""
+    def release_memory(self, *parts: Memory) -> None:
+        """Give back device memory that only generation needs; the engine has to be paused.
+
+        Its keys and values are forgotten with "kv". Without "weights" it refuses until a full publication commits.
+        """
         ...
 
-    def reclaim_memory(self) -> None:
-        """Take that memory again before the next `generate`."""
+    def reclaim_memory(self, *parts: Memory) -> None:
+        """Take that memory again: the weights' before they are published, all of it before the next `generate`."""
         ...
 
     def layout(self) -> Layout:

@@ -91,6 +91,11 @@ class Control:
             self._end_publication(version)
             self._mixed = True
 
+    def lose_weights(self) -> None:
+        """There are none until a publication commits."""
+        with self._condition:
+            self._mixed = True
+
     def abort(self, request_ids: list[int] | None) -> None:
         """Mark requests (all when None) as aborted."""
         with self._condition:
@@ -123,8 +128,8 @@ class Control:
 
     def _refusal(self) -> EngineError:
         return EngineError(
-            f"a publication after {self.version} failed midway, so the weights may be a mixture of two "
-            "versions; a full publication must commit before the engine serves again"
+            f"a publication after {self.version} failed midway or the memory of the weights was given back, so they "
+            "may be a mixture; a full publication must commit before the engine serves again"
         )
 
     def _changed(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stretto.engines.base import EngineError
+from stretto.engines.base import EngineError, Memory
 from stretto.engines.seeds import part_seed
 from stretto.engines.server.client import Call
 from stretto.engines.server.devices import visible_devices
@@ -20,6 +20,8 @@ from stretto.engines.server.options import PRINT_PARSER
 from stretto.types import FinishReason, Sampling
 
 _ENTER = "stretto.engines.inside.sglang.enter"
+_PREFILL_GRAPHS = {"disable_prefill_cuda_graph", "cuda_graph_backend_prefill", "cuda_graph_config"}
+_TAGS: Mapping[Memory, str] = {"kv": "kv_cache", "weights": "weights"}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -49,13 +51,14 @@ ServerArgs.add_cli_args(parser)
     )
 
     def __init__(self, *, tp: int, options: Mapping[str, Any]):
-        self._tp = tp
+        self._tp, self._options = tp, options
         self._text = not options.get("skip_tokenizer_init")
         self._releases = bool(options.get("enable_memory_saver"))
 
     def own_options(self, setup: Setup) -> Mapping[str, Any]:
         """See the dialect."""
         return {
+            **self._memory_options(setup),
             "model_path": str(setup.directory),
             "tokenizer_path": None,
             "dtype": setup.dtype,
@@ -71,6 +74,17 @@ ServerArgs.add_cli_args(parser)
             "api_key": None,
             "tokenizer_worker_num": None,
         }
+
+    def _memory_options(self, setup: Setup) -> dict[str, Any]:
+        """With its memory saver, SGLang refuses the graphs of prefills that it makes unless told not to."""
+        chosen: dict[str, Any] = {}
+        if setup.memory_share is not None:
+            chosen["mem_fraction_static"] = setup.memory_share
+        if setup.releases and not self._releases:
+            chosen["enable_memory_saver"] = self._releases = True
+        if self._releases and not _PREFILL_GRAPHS & self._options.keys():
+            chosen["disable_prefill_cuda_graph"] = True
+        return chosen
 
     def command(self) -> Sequence[str]:
         """See the dialect."""
@@ -161,19 +175,21 @@ ServerArgs.add_cli_args(parser)
         }
         return Call("/update_weights_from_tensor", body)
 
-    def release(self) -> Sequence[Call]:
+    def release(self, parts: Sequence[Memory]) -> Sequence[Call]:
         """See the dialect."""
-        self._check_releases()
-        return [Call("/release_memory_occupation", {"tags": ["kv_cache"]})]
+        return [Call("/release_memory_occupation", {"tags": self._tags(parts)})]
 
-    def reclaim(self) -> Sequence[Call]:
+    def reclaim(self, parts: Sequence[Memory]) -> Sequence[Call]:
         """See the dialect."""
-        self._check_releases()
-        return [Call("/resume_memory_occupation", {"tags": ["kv_cache"]})]
+        return [Call("/resume_memory_occupation", {"tags": self._tags(parts)})]
 
-    def _check_releases(self) -> None:
+    def _tags(self, parts: Sequence[Memory]) -> list[str]:
         if not self._releases:
-            raise EngineError("SGLang cannot give its memory back: set engine.sglang.enable_memory_saver = true")
+            raise EngineError(
+                "SGLang was not started to give its memory back: set memory.release, or for a server that runs already "
+                "start it with --enable-memory-saver"
+            )
+        return [_TAGS[part] for part in parts]
 
 
 def _serialized(payload: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stretto.engines.base import EngineError
+from stretto.engines.base import EngineError, Memory
 from stretto.engines.seeds import part_seed
 from stretto.engines.server.client import Call
 from stretto.engines.server.devices import visible_devices
@@ -24,6 +24,7 @@ from stretto.types import FinishReason, Sampling
 _WORKER = "stretto.engines.inside.vllm.Worker"
 _FLOOR = -9999.0  # what its server makes of a log-prob that is not finite
 
+_TAGS: Mapping[Memory, str] = {"kv": "kv_cache", "weights": "weights"}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -61,7 +62,13 @@ parser = make_arg_parser(FlexibleArgumentParser())
 
     def own_options(self, setup: Setup) -> Mapping[str, Any]:
         """See the dialect."""
+        memory: dict[str, Any] = {}
+        if setup.releases and self._on_gpu and not self._sleeps:
+            memory["enable_sleep_mode"] = self._sleeps = True
+        if setup.memory_share is not None:
+            memory["gpu_memory_utilization"] = setup.memory_share
         return {
+            **memory,
             "model": str(setup.directory),
             "tokenizer": None,
             "served_model_name": "stretto",
@@ -170,15 +177,23 @@ parser = make_arg_parser(FlexibleArgumentParser())
         """See the dialect."""
         return Call("/collective_rpc", {"method": "stretto_enter", "args": [payload], "timeout": timeout_s})
 
-    def release(self) -> Sequence[Call]:
-        """See the dialect. Needs a paused server that sleeps (enable_sleep_mode); there is nothing to do on CPU."""
-        return [Call("/release_kv_cache_memory")] if self._can_sleep() else []
+    def release(self, parts: Sequence[Memory]) -> Sequence[Call]:
+        """See the dialect. At its sleep level 2 the weights go, and keys and values with them."""
+        if not self._can_sleep():
+            return []
+        return [Call("/sleep", query={"level": "2"}) if "weights" in parts else Call("/release_kv_cache_memory")]
 
-    def reclaim(self) -> Sequence[Call]:
+    def reclaim(self, parts: Sequence[Memory]) -> Sequence[Call]:
         """See the dialect. Waking up opens vLLM's own gate; it is shut again for ours to decide."""
-        return [Call("/wake_up", query={"tags": "kv_cache"}), *self.pause(flush=False)] if self._can_sleep() else []
+        if not self._can_sleep():
+            return []
+        return [*(Call("/wake_up", query={"tags": _TAGS[part]}) for part in parts), *self.pause(flush=False)]
 
     def _can_sleep(self) -> bool:
+        """Whether there is anything to do: there is not on CPU."""
         if self._on_gpu and not self._sleeps:
-            raise EngineError("vLLM cannot give its memory back: set engine.vllm.enable_sleep_mode = true")
+            raise EngineError(
+                "vLLM was not started to give its memory back: set memory.release, or for a server that runs already "
+                "start it with --enable-sleep-mode"
+            )
         return self._on_gpu

@@ -22,6 +22,7 @@ from stretto.orchestration.queue import InlineQueue, TokenCounts
 from stretto.orchestration.rollouts import Scored, Watch
 from stretto.orchestration.selection import check_failures, enqueue, take_batch
 from stretto.orchestration.sources import SampleSource
+from stretto.orchestration.switch import Switch
 from stretto.sync.publication import Publisher
 from stretto.telemetry.runlog import RunLog
 from stretto.trainers import StepReport, Trainer
@@ -56,13 +57,18 @@ class RunResult:
 
 @dataclass
 class Parts:
-    """Everything the loop turns. `publisher` is None when rollouts are replayed, `log` on every rank but the first."""
+    """Everything the loop turns. `publisher` is None when rollouts are replayed, `log` on every rank but the first.
+
+    `switch` is None when trainer and engine take no turns with a device's memory; `expected_peak` are the bytes that
+    the forecast gives a process, None when it has none.
+    """
 
     config: RunConfig
     world: World
     trainer: Trainer
     source: SampleSource
     publisher: Publisher | None
+    switch: Switch | None
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
     tokenizer: Any
@@ -70,6 +76,7 @@ class Parts:
     watch: Watch
     run_dir: Path
     export_dtype: torch.dtype
+    expected_peak: int | None
 
 
 class ColocatedRun:
@@ -77,7 +84,7 @@ class ColocatedRun:
 
     def __init__(self, parts: Parts, progressed: Progressed):
         self._parts, self._config, self._world = parts, parts.config, parts.world
-        self._so_far = progressed
+        self._so_far, self._first_step = progressed, progressed.step + 1
         self._queue = InlineQueue(progressed.tokens)
 
     def run(self) -> RunResult:
@@ -121,10 +128,20 @@ class ColocatedRun:
             "train/skipped_steps": report.bad_updates,
             "sync/bytes": self._world.sum([sum(moved)])[0],
             "sync/version": step + 1,
-            "memory/peak_bytes": measure.peak_memory(self._world),
+            **self._memory(step + 1),
             "tokens/step": self._world.sum([self._queue.tokens.generated - before])[0],
             "tokens/step_trained": self._world.sum([self._queue.tokens.trained - before_trained])[0],
         }
+
+    def _memory(self, step: int) -> dict[str, float]:
+        """The peak so far beside its forecast, said once in words."""
+        peak, expected = measure.peak_memory(self._world), self._parts.expected_peak
+        if expected is None:
+            return {"memory/peak_bytes": peak}
+        if step == self._first_step:
+            gib = 2**30
+            self._parts.watch.progress.note(f"memory: peak {peak / gib:.2f} GiB, forecast {expected / gib:.2f} GiB")
+        return {"memory/peak_bytes": peak, "memory/forecast_bytes": expected}
 
     def _shown(self, scored: Sequence[Scored]) -> list[Scored]:
         """The samples of a step that are kept: the first few, and every one on any rank that could not be scored."""
@@ -141,16 +158,29 @@ class ColocatedRun:
 
     @contextmanager
     def _publication(self, number: int) -> Iterator[list[int]]:
-        """The optimizer step happens inside, while no token is computed; then the version flips."""
+        """The optimizer step happens inside, while no token is computed; then the version flips.
+
+        Memory that trainer and engine take turns with is the trainer's inside.
+        """
         moved: list[int] = []
         publisher = self._parts.publisher
         if publisher is None:
             yield moved
             return
         publisher.open(Version(self._so_far.incarnation, number))
+        switch, timer, trainer = self._parts.switch, self._parts.watch.timer, self._parts.trainer
+        if switch is not None:
+            with timer("switch"):
+                switch.to_trainer(trainer)
         yield moved
-        with self._parts.watch.timer("sync"):
+        if switch is not None:
+            with timer("switch"):
+                switch.to_publication(trainer)
+        with timer("sync"):
             moved.append(publisher.close())
+        if switch is not None:
+            with timer("switch"):
+                switch.to_engine()
 
     def _end(self, batch: Batch, report: StepReport, step: int) -> None:
         """End the reservations of the batch and write the ledger."""

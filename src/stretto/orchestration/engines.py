@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from stretto.config import RunConfig
 from stretto.config.relevance import filters_of
 from stretto.config.sections import SyncConfig
@@ -16,7 +14,9 @@ from stretto.engines import EngineError, RolloutEngine
 from stretto.engines.embedded import EmbeddedEngine
 from stretto.engines.server import ServerEngine
 from stretto.models import checkpoint as models
+from stretto.orchestration.dtypes import engine_dtype
 from stretto.orchestration.model import Model
+from stretto.orchestration.turns import Turns
 from stretto.sync.binding import dtype_name
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.files import CheckpointFiles, load
@@ -33,8 +33,12 @@ from stretto.world import World
 _MIB = 2**20
 
 
-def open_engine(config: RunConfig, world: World, model: Model, stack: ExitStack) -> RolloutEngine:
+def open_engine(
+    config: RunConfig, world: World, model: Model, stack: ExitStack, turns: Turns | None = None
+) -> RolloutEngine:
     """The engine that this rank generates with, without the trainer's weights yet; `stack` closes it.
+
+    With `turns` a server shares the memory of the trainer's device.
 
     Raises ValueError for what the configuration or the model has wrong, EngineError when a server is not ready in time.
     """
@@ -53,10 +57,12 @@ def open_engine(config: RunConfig, world: World, model: Model, stack: ExitStack)
         )
         stack.callback(engine.close)
         return engine
-    return _open_server(config, world, model, eos, stack)
+    return _open_server(config, world, model, eos, stack, turns)
 
 
-def _open_server(config: RunConfig, world: World, model: Model, eos: Sequence[int], stack: ExitStack) -> ServerEngine:
+def _open_server(
+    config: RunConfig, world: World, model: Model, eos: Sequence[int], stack: ExitStack, turns: Turns | None
+) -> ServerEngine:
     """One server for `engine.tp` processes: the first of them starts it and speaks for it, the others only ask it."""
     settings = config.engine
     if world.size % settings.tp:
@@ -88,6 +94,8 @@ def _open_server(config: RunConfig, world: World, model: Model, eos: Sequence[in
             log=folder / "server.log",
             filters=bool(filters_of(config)),
             leads=leads,
+            releases=turns is not None and turns.release != "nothing",
+            memory_share=turns.share if turns is not None and url is None else None,
         )
         stack.callback(engine.close)
         return engine
@@ -166,10 +174,3 @@ def serve_files(engine: RolloutEngine, directory: Path) -> None:
         layout, dtype = engine.layout(), models.stored_dtype(directory)
         with CheckpointFiles(directory) as files:
             load(files, checkpoint_layout(layout.atoms, dtype), layout, 0, engine.allocate())
-
-
-def engine_dtype(config: RunConfig, world: World) -> torch.dtype:
-    """The dtype of the engine's weights."""
-    if config.engine.dtype == "auto":
-        return torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    return getattr(torch, config.engine.dtype)

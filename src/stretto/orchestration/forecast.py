@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from math import ceil
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -14,25 +12,14 @@ from stretto.config import RunConfig, dump_toml
 from stretto.data import PromptSet, load_prompts
 from stretto.data.procedural import is_procedural
 from stretto.data.sources import FILES, read_rows
-from stretto.memory import available_memory
 from stretto.models import checkpoint as models
 from stretto.models.smollm2 import INSTALL, cache_directory
-from stretto.orchestration.footprint import Cut, Footprint, Slabs, footprint, passes, replicas, slabs
-from stretto.orchestration.live import Model, check_lengths
+from stretto.orchestration.footprint import Forecast, Sizes
+from stretto.orchestration.live import check_lengths
+from stretto.orchestration.model import Model
+from stretto.orchestration.room import free_bytes, lines, room_for, sizes_of
 from stretto.sync.coordinates import atoms_of
 from stretto.world import World
-
-_GIB = 2**30
-_UNKNOWN = "Memory: not known"
-
-
-class Sizes(NamedTuple):
-    """Prompts to train and to evaluate on, and the longest of either in tokens; counts are None when not read."""
-
-    train: int | None
-    heldout: int | None
-    longest_train: int
-    longest_heldout: int
 
 
 def dry_run(config: RunConfig) -> str:
@@ -43,29 +30,18 @@ def dry_run(config: RunConfig) -> str:
     of the trainer that do not make up those processes.
     """
     world = _world()
-    sharing = replicas(config, world.size)
     model = _model(config.model.path)
     if model is not None:
         atoms_of(model, config.model.map)
     data = _prompts(config, model)
-    sizes = _sizes(config, data)
-    groups = ceil(config.rollout.prompts_per_step / world.size)
-    training = slabs(
-        groups,
-        config.rollout.samples_per_prompt,
-        sizes.longest_train,
-        config.rollout.max_new_tokens,
-        config.engine.max_sequences,
-    )
-    # The processes of a replica put their samples together.
-    micro = passes(config, ceil(config.rollout.prompts_per_step / sharing), sizes.longest_train)
-    lines = ["", *_shape_lines(config, world, sizes, training, micro), ""]
+    sizes = sizes_of(config, data)
+    room = room_for(config, model, world, sizes, free_bytes(world))
+    text = ["", *_shape_lines(config, world, sizes, room.forecast), ""]
     if model is None:
-        lines.append(f"{_UNKNOWN}, since {config.model.path} is not here yet; {_how_it_comes(config.model.path)}")
+        text.append(f"Memory: not known, since {config.model.path} is not here yet; {_how_it_comes(config.model.path)}")
     else:
-        largest = max(training, _evaluation(config, world, sizes), key=lambda one: one.tokens)
-        lines += _memory_lines(footprint(model, config, world, largest, micro), world)
-    return dump_toml(config) + "\n".join(f"# {line}".rstrip() for line in lines)
+        text += lines(room, world)
+    return dump_toml(config) + "\n".join(f"# {line}".rstrip() for line in text)
 
 
 def _world() -> World:
@@ -117,25 +93,8 @@ def _fills_a_cache(source: str) -> bool:
     return path.is_dir() or not path.is_absolute()
 
 
-def _sizes(config: RunConfig, data: PromptSet | None) -> Sizes:
-    if data is None:
-        return Sizes(None, None, config.data.max_prompt_tokens, config.data.max_prompt_tokens)
-    longest = [max((len(prompt.ids) for prompt in part), default=0) for part in (data.train, data.heldout)]
-    return Sizes(len(data.train), len(data.heldout), *longest)
-
-
-def _evaluation(config: RunConfig, world: World, sizes: Sizes) -> Slabs:
-    prompts = config.data.heldout if sizes.heldout is None else sizes.heldout
-    return slabs(
-        ceil(prompts / world.size),
-        config.eval.samples,
-        sizes.longest_heldout,
-        config.rollout.max_new_tokens,
-        config.engine.max_sequences,
-    )
-
-
-def _shape_lines(config: RunConfig, world: World, sizes: Sizes, batch: Slabs, micro: Cut) -> list[str]:
+def _shape_lines(config: RunConfig, world: World, sizes: Sizes, found: Forecast) -> list[str]:
+    batch, micro = found.step, found.micro
     rollout, trainer = config.rollout, config.trainer
     prompts, new = rollout.prompts_per_step, rollout.max_new_tokens
     samples = prompts * rollout.samples_per_prompt
@@ -155,33 +114,3 @@ def _shape_lines(config: RunConfig, world: World, sizes: Sizes, batch: Slabs, mi
         ("logits chunk", f"{chunk} tokens x the vocabulary"),
     ]
     return ["One step:", *(f"  {name:<16} {text}" for name, text in rows)]
-
-
-def _memory_lines(forecast: Footprint | None, world: World) -> list[str]:
-    """The forecast in GiB, beside what this machine (or device) has left."""
-    if forecast is None:
-        return [f"{_UNKNOWN}, since no weight map says which weights of this family are on which Megatron rank"]
-    lines = ["Memory of the largest process, in GiB:"]
-    phases = (
-        ("always", forecast.standing),
-        ("while generating", forecast.rollout),
-        ("while training", forecast.training),
-        ("while updating", forecast.update),
-    )
-    for phase, parts in phases:
-        lines += [f"  {name:<17} {size / _GIB:8.3f}  {phase}" for name, size in parts.items()]
-    lines.append(f"  {'total':<17} {forecast.total / _GIB:8.3f}  at the same time")
-    shared = 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    need, free = forecast.total * shared, _available(world)
-    if free is None:
-        return lines
-    verdict = "fits" if need <= free else "does NOT fit: lower trainer.micro_batch_tokens or engine.max_sequences"
-    where = f"{world.device.type}: {free / _GIB:.1f} GiB available, {need / _GIB:.1f} needed"
-    return [*lines, f"{where} by {shared} process{'es' if shared > 1 else ''}; it {verdict}"]
-
-
-def _available(world: World) -> int | None:
-    """Bytes left on the device; on CPU those of the machine."""
-    if world.device.type == "cuda":
-        return torch.cuda.mem_get_info(world.device)[0]
-    return available_memory()

@@ -11,11 +11,13 @@ from stretto.config import RunConfig, load_config
 from stretto.errors import RunError
 from stretto.orchestration.checkpoint import CheckpointStore
 from stretto.orchestration.colocate import ColocatedRun, Parts, Progressed, RunResult
-from stretto.orchestration.engines import engine_dtype, serve_files
+from stretto.orchestration.dtypes import engine_dtype
+from stretto.orchestration.engines import serve_files
 from stretto.orchestration.live import Live, Model
 from stretto.orchestration.queue import TokenCounts
 from stretto.orchestration.record import open_out, record
 from stretto.orchestration.rollouts import Watch
+from stretto.orchestration.room import expected_peak
 from stretto.orchestration.rundir import check_new, claim, create, next_incarnation, replayed
 from stretto.orchestration.sources import ReplaySource
 from stretto.orchestration.training import open_trainer
@@ -117,6 +119,7 @@ def _run(
             trainer=trainer,
             source=_source(recorded, live),
             publisher=_publisher(live, trainer, stack),
+            switch=live.switch if live else None,
             evaluator=live.evaluator() if live else None,
             checkpoints=checkpoints,
             tokenizer=model.tokenizer,
@@ -124,6 +127,7 @@ def _run(
             watch=Watch(PhaseTimer(), progress),
             run_dir=run_dir,
             export_dtype=engine_dtype(config, world),
+            expected_peak=expected_peak(live.room, world) if live else None,
         )
         _tell(live, recorded, progress)
         result = _turn(parts, progressed)

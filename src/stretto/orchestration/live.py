@@ -12,7 +12,9 @@ from stretto.orchestration.engines import connect, open_engine
 from stretto.orchestration.evaluate import Evaluator
 from stretto.orchestration.model import Model
 from stretto.orchestration.rollouts import RolloutPhase
+from stretto.orchestration.room import Room, free_bytes, room_for, sizes_of
 from stretto.orchestration.sources import LiveSource
+from stretto.orchestration.switch import Switch
 from stretto.rewards import RewardPool
 from stretto.sync.publication import Publisher
 from stretto.trainers import Trainer
@@ -26,22 +28,26 @@ class Live:
     config: RunConfig
     world: World
     data: PromptSet
+    room: Room
     engine: RolloutEngine
+    switch: Switch | None
     phase: RolloutPhase
 
     @classmethod
     def open(cls, config: RunConfig, world: World, model: Model, stack: ExitStack) -> Live:
         """Read the prompts, start the reward workers and the engine (without the trainer's weights yet).
 
-        `stack` closes what was opened. Raises ValueError for bad input.
+        `stack` closes what was opened. Raises ValueError for bad input, and for a run that does not fit the memory.
         """
         data = load_prompts(config, model.tokenizer)
         check_lengths(config, model, data)
         rewards = stack.enter_context(RewardPool(config.reward))
         rewards.check(data.train[0].fields.keys())
-        engine = open_engine(config, world, model, stack)
+        room = _room(config, world, model, data)
+        engine = open_engine(config, world, model, stack, room.turns)
+        switch = Switch(engine, room.turns, world) if room.turns else None
         phase = RolloutPhase(engine, rewards, model.tokenizer, config.rollout.timeout_s)
-        return cls(config, world, data, engine, phase)
+        return cls(config, world, data, room, engine, switch, phase)
 
     def publisher(self, trainer: Trainer) -> Publisher:
         """What brings the trainer's weights into the engine."""
@@ -55,6 +61,15 @@ class Live:
     def evaluator(self) -> Evaluator:
         """Evaluation on the held-out prompts."""
         return Evaluator(self.config, self.world, self.data.heldout, self.phase)
+
+
+def _room(config: RunConfig, world: World, model: Model, data: PromptSet) -> Room:
+    """The same on every rank: that with the least memory decides. ValueError when the run does not fit."""
+    left = [one for one in world.gather(free_bytes(world)) if one is not None]
+    room = room_for(config, model.directory, world, sizes_of(config, data), min(left, default=None))
+    if room.refusal is not None and config.memory.refuse:
+        raise ValueError(f"{room.refusal} (`stretto train --dry-run` shows the forecast)")
+    return room
 
 
 def check_lengths(config: RunConfig, model: Model, data: PromptSet) -> None:

@@ -79,13 +79,17 @@ METRICS: dict[str, Metric] = {
     "time/rollout": Metric("Rollout", "Seconds spent generating."),
     "time/reward": Metric("Reward", "Seconds spent waiting for rewards."),
     "time/train": Metric("Train", "Seconds spent in log-probs, forward, backward and optimizer."),
+    "time/switch": Metric("Switch", "Seconds that a device's memory took to change hands between trainer and server."),
     "time/sync": Metric("Sync", "Seconds spent publishing weights."),
     "time/eval": Metric("Evaluation", "Seconds spent evaluating."),
     "time/checkpoint": Metric("Checkpoint", "Seconds spent saving."),
     "time/step": Metric(
         "Step", "Seconds since the previous step was logged; saving a checkpoint counts in the next one."
     ),
-    "memory/peak_bytes": Metric("Peak memory", "Peak memory of the process (CPU) or of its device (CUDA), in bytes."),
+    "memory/peak_bytes": Metric(
+        "Peak memory", "The most memory that a process had (CPU) or allocated on its device (CUDA), in bytes."
+    ),
+    "memory/forecast_bytes": Metric("Forecast memory", "What that peak was forecast to be at the most, in bytes."),
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.engines.base import EngineError
+from stretto.engines.base import EngineError, Memory
 from stretto.engines.embedded.batch import Group, LiveBatch, Sample
 from stretto.engines.embedded.control import StepControl
 from stretto.engines.embedded.model import assign, build_module, checkpoint_tensors
@@ -116,12 +116,15 @@ class EmbeddedEngine:
         """See the contract."""
         self._control.abort(None if request_ids is None else list(request_ids))
 
-    def release_memory(self) -> None:
-        """Keys and values live only while something is generated; what the allocator cached of them goes back here."""
+    def release_memory(self, *parts: Memory) -> None:
+        """Keys and values live only while something is generated; what the allocator cached of them goes back here.
+
+        Weights stay: they are the trainer's own, or few beside them.
+        """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def reclaim_memory(self) -> None:
+    def reclaim_memory(self, *parts: Memory) -> None:
         """Nothing to do: memory is taken when a generation starts."""
 
     def close(self) -> None:

@@ -9,13 +9,18 @@ from typing import Any, Protocol
 
 import torch
 
+from stretto.engines.base import Memory
 from stretto.engines.server.client import Call
 from stretto.types import FinishReason, Sampling
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a server is started with. `receiver`: with our code inside; `filters`: whether filters will be asked for."""
+    """What a server is started with. `receiver`: with our code inside; `filters`: whether filters will be asked for.
+
+    `releases`: it will have to give memory back; `memory_share` of its devices' memory is its own, or as its options
+    say when None.
+    """
 
     directory: Path
     dtype: str
@@ -25,6 +30,8 @@ class Setup:
     device: torch.device
     filters: bool
     receiver: bool
+    releases: bool = False
+    memory_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -103,10 +110,10 @@ class Dialect(Protocol):
         """Have every rank call our entry point."""
         ...
 
-    def release(self) -> Sequence[Call]:
-        """Give back the memory of keys and values."""
+    def release(self, parts: Sequence[Memory]) -> Sequence[Call]:
+        """Give back memory. EngineError when the server was not started for that."""
         ...
 
-    def reclaim(self) -> Sequence[Call]:
+    def reclaim(self, parts: Sequence[Memory]) -> Sequence[Call]:
         """Take it again."""
         ...

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stretto.engines.base import EngineError
+from stretto.engines.base import EngineError, Memory
 from stretto.engines.requests import check_requests
 from stretto.engines.server.client import Call, Client
 from stretto.engines.server.dialect import Dialect, Setup
@@ -42,8 +42,9 @@ class ServerEngine:
     the server at the same time. `options` are its own, by their Python names; `python` is its interpreter (this one
     when None). `filters` says whether requests will have top-p, top-k or min-p. With a `receiver`, our code runs inside
     of it, for `enter`. Of processes that share a server, the one that `leads` pauses it and has it receive weights.
-    ValueError for options that are unknown or set by the adapter; EngineError when the server is
-    not ready after `start_timeout_s`; what it wrote is in `log`.
+    `releases` says whether it will have to give memory back, and `memory_share` how much of its devices' memory is its
+    own (None: as its options say). ValueError for options that are unknown or set by the adapter; EngineError when the
+    server is not ready after `start_timeout_s`; what it wrote is in `log`.
     """
 
     def __init__(
@@ -67,13 +68,26 @@ class ServerEngine:
         filters: bool = False,
         receiver: bool = True,
         leads: bool = True,
+        releases: bool = False,
+        memory_share: float | None = None,
     ):
         self._dialect, self._layout = dialect, layout
         self.leads = leads
         self._eos_ids = tuple(eos_ids)
         self._max_length, self._max_sequences = max_length, max_sequences
         self._vocabulary = load_config(directory).get_text_config().vocab_size
-        setup = Setup(directory, dtype_name(dtype), max_length, max_sequences, tp, device, filters, receiver)
+        setup = Setup(
+            directory,
+            dtype_name(dtype),
+            max_length,
+            max_sequences,
+            tp,
+            device,
+            filters,
+            receiver,
+            releases,
+            memory_share,
+        )
         self._flights = Flights(dialect, StopRule(tokenizer, eos_ids))
         self._control = RequestControl(self._flights.changed)
         self._switching = threading.RLock()
@@ -161,13 +175,15 @@ class ServerEngine:
         """See the contract."""
         self._control.abort(None if request_ids is None else list(request_ids))
 
-    def release_memory(self) -> None:
-        """See the contract. The server has to be paused."""
-        self._say(self._dialect.release(), _SWITCH_S)
-
-    def reclaim_memory(self) -> None:
+    def release_memory(self, *parts: Memory) -> None:
         """See the contract."""
-        self._say(self._dialect.reclaim(), _SWITCH_S)
+        if "weights" in parts:
+            self._control.lose_weights()
+        self._say(self._dialect.release(parts), _SWITCH_S)
+
+    def reclaim_memory(self, *parts: Memory) -> None:
+        """See the contract."""
+        self._say(self._dialect.reclaim(parts), _SWITCH_S)
 
     def enter(self, payload: str, timeout_s: float) -> None:
         """Every rank of the server calls our entry point with `payload`; returns when all have returned.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.config.run import RunConfig
 from stretto.engines.embedded.model import build_module, checkpoint_tensors
-from stretto.orchestration.engines import engine_dtype
+from stretto.orchestration.dtypes import engine_dtype
 from stretto.orchestration.footprint.engine import rollout_phase, transfer_buffers
 from stretto.orchestration.footprint.probe import Probe
 from stretto.orchestration.footprint.shapes import PROCESS_BYTES, Cut, Footprint, Slabs
@@ -29,7 +29,7 @@ def fsdp_footprint(directory: Path, config: RunConfig, world: World, largest: Sl
     whole = sum(tensor.numel() for tensor in tensors.values())
     held = sum(_shard(tensor, world.size) for tensor in tensors.values())
     shard = held * master.itemsize
-    aliased = not sharded and serve == master
+    shares = config.engine.backend != "embedded" or (not sharded and serve == master)
     gathered = _gathered(module) * compute.itemsize if sharded else 0
     probe = Probe(module, compute, repeat=config.trainer.packed)
     standing = {
@@ -37,8 +37,8 @@ def fsdp_footprint(directory: Path, config: RunConfig, world: World, largest: Sl
         "master weights": shard,
         "optimizer": 2 * shard,
         "reference": shard if config.algorithm.kl_coef > 0 else 0,
-        "engine weights": 0 if aliased else whole * serve.itemsize,
-        "transfer buffers": transfer_buffers(config, held, serve) if world.size > 1 else 0,
+        "engine weights": 0 if shares else whole * serve.itemsize,
+        "transfer buffers": transfer_buffers(config, held, serve, moves=world.size > 1),
     }
     training = {
         "gradients": shard,
@@ -46,7 +46,7 @@ def fsdp_footprint(directory: Path, config: RunConfig, world: World, largest: Sl
         "activations": _activations(config, micro, probe) * compute.itemsize,
         "logits chunk": _logit_values(config, micro, probe.vocabulary) * max(4, compute.itemsize),
     }
-    return Footprint(standing, rollout_phase(probe, largest, serve), training)
+    return Footprint(standing, rollout_phase(config, probe, largest, serve), training)
 
 
 def _shard(tensor: Tensor, ranks: int) -> int:

@@ -13,7 +13,7 @@ from stretto.config.run import RunConfig
 from stretto.engines.embedded.model import build_module
 from stretto.models.checkpoint import load_config
 from stretto.models.language import Row
-from stretto.orchestration.engines import engine_dtype
+from stretto.orchestration.dtypes import engine_dtype
 from stretto.orchestration.footprint.engine import rollout_phase, transfer_buffers
 from stretto.orchestration.footprint.probe import Probe
 from stretto.orchestration.footprint.shapes import PROCESS_BYTES, Cut, Footprint, Slabs
@@ -54,7 +54,7 @@ def megatron_footprint(
     _check(directory, config, sizes, dtype)
     layout = megatron_layout(atoms, dtype_name(dtype), sizes)
     probe = Probe(build_module(directory), dtype, repeat=False)
-    rollout = rollout_phase(probe, largest, engine_dtype(config, world))
+    rollout = rollout_phase(config, probe, largest, engine_dtype(config, world))
     stages = [_Stage.of(layout, stage, sizes) for stage in range(sizes.pp)]
     forecasts = [
         Footprint(
@@ -130,15 +130,15 @@ def _standing(config: RunConfig, world: World, layout: Layout, stage: _Stage, dt
     serve = engine_dtype(config, world)
     own = 2 if dtype == torch.float32 else 3
     moves = config.trainer.names == "raw" and any(len(group) < layout.ranks for group in layout.groups)
-    engine = replica_layout(layout.atoms, dtype_name(serve), 1)
+    embedded = config.engine.backend == "embedded"
     return {
         "process": PROCESS_BYTES + _MEGATRON_BYTES,
         "weights": stage.held,
         "gradients": stage.learns * _FLOAT32,
         "optimizer": stage.optimizes * own * _FLOAT32,
         "reference": stage.held if config.algorithm.kl_coef > 0 else 0,
-        "engine weights": engine.local_bytes(0),
-        "transfer buffers": transfer_buffers(config, stage.learns, serve) if moves else 0,
+        "engine weights": replica_layout(layout.atoms, dtype_name(serve), 1).local_bytes(0) if embedded else 0,
+        "transfer buffers": transfer_buffers(config, stage.learns, serve, moves=moves),
     }
 
 

@@ -28,6 +28,15 @@ class Slabs(NamedTuple):
         return self.group_rows * self.prompt_tokens + self.rows * self.response_tokens
 
 
+class Sizes(NamedTuple):
+    """Prompts to train and to evaluate on, and the longest of either in tokens; counts are None when not read."""
+
+    train: int | None
+    heldout: int | None
+    longest_train: int
+    longest_heldout: int
+
+
 class Cut(NamedTuple):
     """The trainer's largest micro-batch (rows x length tokens; `loss_tokens` have logits), and how many in a step."""
 
@@ -54,8 +63,39 @@ class Footprint:
     @property
     def total(self) -> int:
         """The most that is there at the same time."""
-        phases = (self.rollout, self.training, self.update)
-        return sum(self.standing.values()) + max(sum(phase.values()) for phase in phases)
+        return max(self.generating, self.learning)
+
+    @property
+    def generating(self) -> int:
+        """What is there while something is generated."""
+        return sum(self.standing.values()) + sum(self.rollout.values())
+
+    @property
+    def learning(self) -> int:
+        """The most that is there while the weights change."""
+        return sum(self.standing.values()) + max(sum(self.training.values()), sum(self.update.values()))
+
+
+@dataclass(frozen=True)
+class ServerFootprint:
+    """Bytes that a server takes on each of its devices.
+
+    `weights` are the engine's copy, `wanted` the keys and values of all responses at their longest, `least` those of
+    the longest one; `rest` is what else it takes. `pool` is what its own options give to keys and values, None when
+    they say nothing. They say it as a share of the device that is for weights and pool, and for the rest too when
+    `counts_rest`.
+    """
+
+    weights: int
+    wanted: int
+    least: int
+    rest: int
+    counts_rest: bool
+    pool: int | None = None
+
+    def share(self, pool: int, device_bytes: int) -> float:
+        """The share of a device to ask for, so that `pool` bytes are left for keys and values."""
+        return ceil(1e4 * (self.weights + pool + self.counts_rest * self.rest) / device_bytes) / 1e4
 
 
 def slabs(groups: int, samples: int, prompt_tokens: int, response_tokens: int, max_sequences: int) -> Slabs:

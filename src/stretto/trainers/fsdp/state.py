@@ -71,10 +71,7 @@ def _causes() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from error
 
 
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizer's tensors (the local shards, when sharded) to `device`."""
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What the optimizer keeps of every weight; counters are no such tensors."""
     for slots in optimizer.state.values():
-        for tensor in slots.values():
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            if isinstance(local, Tensor) and local.ndim and local.device != device:
-                local.data = local.data.to(device, non_blocking=False)
+        yield from (tensor for tensor in slots.values() if isinstance(tensor, Tensor) and tensor.ndim)

@@ -21,6 +21,7 @@ from stretto.sync.layouts import fsdp_layout
 from stretto.trainers.export import export
 from stretto.trainers.fsdp import state
 from stretto.trainers.fsdp.build import build_optimizer, build_policy, master_dtype
+from stretto.trainers.offload import HostMemory
 from stretto.trainers.stepping import SteppingTrainer
 from stretto.trainers.tokens import FlatTokens
 from stretto.trainers.updates import Update
@@ -41,6 +42,7 @@ class FSDPTrainer(SteppingTrainer):
         self._policy = build_policy(directory, config.trainer, world)
         self._odd = bool(odd_layers(self._policy.model.config))
         self._optimizer = build_optimizer(self._policy, config.trainer)
+        self._host = HostMemory(world.device)
         self._reference = build_policy(directory, config.trainer, world) if self._objective.needs_reference else None
         master = dtype_name(master_dtype(config.trainer, world))
         self._layout = fsdp_layout(atoms_of(directory, config.model.map), master, world.size)
@@ -132,11 +134,11 @@ class FSDPTrainer(SteppingTrainer):
 
     def offload(self) -> None:
         """See the contract."""
-        state.move_optimizer(self._optimizer, torch.device("cpu"))
+        self._host.take(state.optimizer_tensors(self._optimizer))
 
     def onload(self) -> None:
         """See the contract."""
-        state.move_optimizer(self._optimizer, self._world.device)
+        self._host.give_back(state.optimizer_tensors(self._optimizer))
 
     def save(self, directory: Path) -> None:
         """See the contract."""

@@ -88,11 +88,10 @@ class Stepper:
                 for group in optimizer.optimizer.param_groups:
                     group["step"] = updates
 
-    def move(self, device: torch.device) -> None:
-        """Move what only a step needs to `device`: moments, and main weights that are not the model's own."""
+    def own_tensors(self) -> Iterator[Tensor]:
+        """What only a step needs: moments, and main weights that are not the model's own."""
         for optimizer in self.parts():
-            for tensor in _own_tensors(optimizer):
-                tensor.data = tensor.data.to(device)
+            yield from _own_tensors(optimizer)
 
     def parts(self) -> Iterator[Any]:
         """Megatron's optimizers one by one: experts have their own. Stubs, of a rank without weights, are left out."""

@@ -26,6 +26,7 @@ from stretto.trainers.groups import DataParallel, Groups
 from stretto.trainers.megatron import optimizer, parallel, state
 from stretto.trainers.megatron.build import build_model
 from stretto.trainers.megatron.passes import Passes, prepare
+from stretto.trainers.offload import HostMemory
 from stretto.trainers.precision import compute_dtype
 from stretto.trainers.stepping import SteppingTrainer
 from stretto.trainers.tokens import FlatTokens
@@ -58,6 +59,7 @@ class MegatronTrainer(SteppingTrainer):
         self._fill(self._models)
         self._chunks = optimizer.wrap(self._models)
         self._optimizer = optimizer.Stepper(self._chunks, config.trainer, self._dtype)
+        self._host = HostMemory(world.device)
         self._passes = self._passes_of(self._chunks)
         self._reference: Passes | None = None
         if self._objective.needs_reference:
@@ -213,11 +215,11 @@ class MegatronTrainer(SteppingTrainer):
 
     def offload(self) -> None:
         """See the contract."""
-        self._optimizer.move(torch.device("cpu"))
+        self._host.take(self._optimizer.own_tensors())
 
     def onload(self) -> None:
         """See the contract."""
-        self._optimizer.move(self._world.device)
+        self._host.give_back(self._optimizer.own_tensors())
 
     def save(self, directory: Path) -> None:
         """See the contract."""
