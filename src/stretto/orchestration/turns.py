@@ -11,7 +11,7 @@ from stretto.orchestration.footprint import Footprint, ServerFootprint
 
 Release = Literal["nothing", "kv", "all"]
 
-_USABLE = 0.95
+USABLE = 0.95
 """Share of a device that a forecast may fill: allocators keep some of what was freed."""
 _GIB = 2**30
 
@@ -44,7 +44,7 @@ def decide(process: Footprint, server: ServerFootprint, settings: MemoryConfig, 
     A pool that is ours to choose holds all responses at their longest where that fits, else as many as do. Raises
     ValueError with the numbers when nothing fits.
     """
-    limit = int(device_bytes * _USABLE)
+    limit = int(device_bytes * USABLE)
     for pool in (server.wanted, None) if server.pool is None else (server.pool,):
         for release, offload in _ways(settings):
             found = _turns(process, server, release, offload, pool, limit)
@@ -103,7 +103,7 @@ def _refusal(process: Footprint, server: ServerFootprint, settings: MemoryConfig
     numbers = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
     told = [f'memory.{key} = "{getattr(settings, key)}"' for key in ("release", "offload")]
     return (
-        f"a step does not fit on a device with {device_bytes / _GIB:.1f} GiB ({_USABLE:.0%} of it is counted on), also "
+        f"a step does not fit on a device with {device_bytes / _GIB:.1f} GiB ({USABLE:.0%} of it is counted on), also "
         f"not with {' and '.join(told)}. In GiB: {numbers}. Lower trainer.micro_batch_tokens, engine.max_sequences or "
         "rollout.max_new_tokens, give the server a smaller pool, use more devices, or set memory.refuse = false"
     )

@@ -35,6 +35,7 @@ class Views:
         self.generation = 0
         """Counts how often a view was made anew: what is kept of views is good while it stays."""
 
+    @torch.no_grad()  # else the local part of a sharded tensor is made anew every time it is asked for
     def bind(self, tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take the tensors of this run, by rank and name.
 
@@ -47,19 +48,18 @@ class Views:
                 raise ValueError(f"{self._side} has no tensor {name} at rank {rank}")
             tensor = tensors[rank][name]
             # The usual case has to be quick: every tensor of the model passes here at every step.
-            seen = self._seen.get(key)
-            if seen is None or seen[0] is not tensor or seen[1] != tensor.data_ptr():
-                self._bind(key, tensor)
+            given, seen = local_part(tensor), self._seen.get(key)
+            if seen is None or seen[0] is not tensor or seen[1] != given.data_ptr():
+                self._bind(key, tensor, given.detach())
 
-    def _bind(self, key: tuple[int, str], tensor: Tensor) -> None:
+    def _bind(self, key: tuple[int, str], tensor: Tensor, given: Tensor) -> None:
         self._seen.pop(key, None)
-        given = local_part(tensor.detach())
         self._check(key, given)
         flat = given.contiguous()
         if flat.data_ptr() != given.data_ptr():
             self._copies.append((given, flat))
-        elif given.data_ptr() == tensor.data_ptr():
-            self._seen[key] = (tensor, tensor.data_ptr())
+        else:
+            self._seen[key] = (tensor, flat.data_ptr())
         if self._bound.get(key) != flat.data_ptr():
             self._views.update({move: view(flat, end, size) for move, end, size in self._ends[key]})
             self._bound[key] = flat.data_ptr()

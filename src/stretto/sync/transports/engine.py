@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from stretto.sync.receivers import Answer
 from stretto.sync.session import Destination, Options, Session, Source
@@ -24,6 +26,8 @@ class EngineTransport:
         self._session: Session | None = Session(world, source, destination, options)
         self.refused = self._session.refused
         """Why the engines' parameters are not written directly; empty when they are."""
+        self.seconds: dict[str, float] = {}
+        """Of the last transfer, by what it did."""
 
     @property
     def touched(self) -> bool:
@@ -39,9 +43,13 @@ class EngineTransport:
         if self._session is None:
             self._session = Session(self._world, self._source, self._destination, self._options)
         try:
-            self._session.call_in()
-            self._exchange(self._session)
-            self._session.let_go()
+            self.seconds.clear()
+            with self._lap("call in"):
+                self._session.call_in()
+            with self._lap("exchange"):
+                self._exchange(self._session)
+            with self._lap("let go"):
+                self._session.let_go()
         except BaseException as error:
             with suppress(RuntimeError):  # an engine that did not fail itself goes on, to serve or to refuse
                 self._session.let_go()
@@ -59,6 +67,12 @@ class EngineTransport:
         if self._session is not None:
             self._session.close()
             self._session = None
+
+    @contextmanager
+    def _lap(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - begin
 
     def _exchange(self, session: Session) -> None:
         """Send, and hear what the receivers say; an error anywhere is raised everywhere."""

@@ -21,7 +21,10 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def checkpoint_tensors(policy: Policy) -> Mapping[str, Tensor]:
-    """The model's own tensors by checkpoint name; tied copies are left out."""
+    """The model's own tensors by checkpoint name; tied copies are left out.
+
+    Taken while they are sharded, they are the same objects for good: a pass only hides them behind gathered ones.
+    """
     model: Any = policy.model
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}

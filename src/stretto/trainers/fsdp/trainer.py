@@ -40,6 +40,7 @@ class FSDPTrainer(SteppingTrainer):
         self._world = world
         self._directory = directory
         self._policy = build_policy(directory, config.trainer, world)
+        self._weights = state.checkpoint_tensors(self._policy)
         self._odd = bool(odd_layers(self._policy.model.config))
         self._optimizer = build_optimizer(self._policy, config.trainer)
         self._host = HostMemory(world.device)
@@ -50,7 +51,7 @@ class FSDPTrainer(SteppingTrainer):
 
     def weights(self) -> Mapping[str, Tensor]:
         """See the contract."""
-        return state.checkpoint_tensors(self._policy)
+        return self._weights
 
     def layout(self) -> Layout:
         """See the contract."""
