@@ -105,6 +105,8 @@ def measure(case: Case, trainers: list[str], publications: int) -> Iterator[dict
         say(f"{case.model}, {case.setting}: weights are made")
         rates = {"device_copy_bytes_per_s": copy_rate(world.device), **host_rates(world.device)}
         say(str(rates))
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
         shares = {name: share_of(case, name, directory, world, trainers) for name in trainers}
         turns = shares[trainers[0]].turns
         options = SERVER[case.engine]

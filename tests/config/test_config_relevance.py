@@ -50,6 +50,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "eval.source names no Hugging Face dataset": {},
     "data.chat is false": {"data.chat": False},
     "checkpoint.every is 0": {"checkpoint.every": 0},
+    "sync.verify_every is 0": {},
     "no filter (rollout.top_p, top_k, min_p) is on": {"rollout.top_p": 1.0},
 }
 VALUES: dict[str, Any] = {
@@ -62,6 +63,7 @@ VALUES: dict[str, Any] = {
     "eval.split": "test",
     "eval.subset": "main",
     "algorithm.dual_clip": 3.0,
+    "sync.verify_bound": 0.1,
     "engine.url": "https://host",
     "engine.python": "/venv/bin/python",
     "engine.sglang": {"mem_fraction_static": 0.5},
@@ -108,6 +110,7 @@ ELSEWHERE = {
     **{f"engine.{name}": SGLANG for name in ("tp", "url", "python", "start_timeout_s", "sglang")},
     "engine.vllm": VLLM,
     **{f"sync.{name}": SGLANG for name in ("transport", "write", "timeout_s")},
+    "sync.verify_bound": {"sync.verify_every": 5},
     **{f"memory.{name}": SGLANG for name in ("release", "offload")},
     **{f"trainer.{name}": MEGATRON for name in ("names", "tp", "pp", "vpp", "pp_layers", "ep", "etp")},
     "trainer.sequence_parallel": MEGATRON,

@@ -96,6 +96,7 @@ IGNORED: tuple[Rule, ...] = (
     ),
     Rule(("data.system", "data.template_args"), lambda c: c.data.chat is False, "data.chat is false"),
     Rule(("checkpoint.keep",), lambda c: c.checkpoint.every == 0, "checkpoint.every is 0"),
+    Rule(("sync.verify_bound",), lambda c: c.sync.verify_every == 0, "sync.verify_every is 0"),
     Rule(
         ("rollout.allow_filtered_sampling",),
         lambda c: not filters_of(c),

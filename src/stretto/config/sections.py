@@ -217,6 +217,12 @@ class SyncConfig(Section):
     the server's own loader; auto: direct where every rank can be written so."""
     checksums: bool = False
     """Send a checksum with every bucket and compare it where the bucket arrives."""
+    verify_every: int = Field(default=0, ge=0)
+    """Publications between checks that the engine has the trainer's weights: some of its tensors are read again, and
+    the log-probs of a fixed prompt are compared; 0: none."""
+    verify_bound: float | None = Field(default=None, gt=0)
+    """Stop the run when those log-probs differ by more than this on average; left out: 0.001 in float32, 0.06 in
+    bfloat16."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a publication into a server waits for a process that does not answer."""
 

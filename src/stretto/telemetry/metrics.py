@@ -79,6 +79,10 @@ METRICS: dict[str, Metric] = {
     "time/rollout": Metric("Rollout", "Seconds spent generating."),
     "time/reward": Metric("Reward", "Seconds spent waiting for rewards."),
     "time/train": Metric("Train", "Seconds spent in log-probs, forward, backward and optimizer."),
+    "sync/verify_logprob_diff_mean": Metric(
+        "Verified difference", "Mean |engine - trainer| log-prob of a fixed prompt's response, after a publication."
+    ),
+    "sync/verify_logprob_diff_max": Metric("Largest verified difference", "The largest of those differences."),
     "time/switch": Metric("Switch", "Seconds that a device's memory took to change hands between trainer and server."),
     "time/sync": Metric("Sync", "Seconds spent publishing weights."),
     "time/eval": Metric("Evaluation", "Seconds spent evaluating."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -74,14 +75,15 @@ def start(sizes: MegatronSizes, world: World, *, seed: int = 0, phase_s: float =
 def stop() -> None:
     """End the groups that `start` made. The world's own group stays; `leave_world` ends it.
 
-    Megatron would only forget them, and each has threads (gloo) or buffers (NCCL) of its own.
+    Megatron would only forget them (before 0.19), and each has threads (gloo) or buffers (NCCL) of its own.
     """
     from megatron.core import parallel_state
 
     made = dict.fromkeys(filter(None, getattr(parallel_state, "_global_process_group_list", None) or ()))
     parallel_state.destroy_model_parallel()
     for group in made:
-        dist.destroy_process_group(group)
+        with suppress(ValueError):  # ended by Megatron itself
+            dist.destroy_process_group(group)
 
 
 def transformer_engine() -> bool:

@@ -1,0 +1,49 @@
+"""Whether an engine holds what it was sent: a part of the plan is sent again and compared where it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from stretto.sync.execute import Execution
+from stretto.sync.links import Link
+from stretto.sync.plan import Plan
+from stretto.sync.windows import Part, windows
+from stretto.world import local_part
+
+SAMPLE_BYTES = 2**26
+"""Bytes of a sample, unless one tensor is larger."""
+
+
+def sample_of(plan: Plan, number: int) -> Part:
+    """The part to compare after publication `number`: one after another, all of the target's tensors get their turn."""
+    parts = windows(plan, SAMPLE_BYTES)
+    return parts[number % len(parts)]
+
+
+@torch.no_grad()
+def differing(
+    part: Part,
+    process: int,
+    rank: int,
+    link: Link | None,
+    held: Mapping[str, Tensor],
+    source: Mapping[str, Tensor] = {},
+) -> list[str]:
+    """Receive a part beside the tensors that are `held`, by local name; returns those with other bits.
+
+    `source` are the tensors that this process itself sends from, if it does.
+    """
+    mine = {name: local_part(held[name].detach()) for name in part.plan.target.local(rank) if name in part.names}
+    arrived = {name: torch.empty_like(tensor) for name, tensor in mine.items()}
+    execution = Execution(part.plan, process, lambda: {process: source}, lambda: {rank: arrived}, link=link)
+    execution.run()
+    execution.verify()
+    return [name for name, tensor in mine.items() if not torch.equal(_bits(tensor), _bits(arrived[name]))]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Equal for the same NaN, unlike for zeros of two signs."""
+    return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor.reshape(1).view(torch.uint8)
