@@ -76,3 +76,14 @@ def test_the_shortest_way_to_say_it_is_taken(changed: int, kinds: set[str]) -> N
     new = old.clone()
     new[:changed] = 1
     assert set(encode(old, new)) == kinds
+
+
+def test_changes_that_do_not_fit_are_refused() -> None:
+    old = torch.zeros(1000)
+    new = old.clone()
+    new[:20] = 1
+    parts = encode(old, new)
+    with pytest.raises(ValueError, match="the changes do not fit"):
+        decode(old, parts | {"values": parts["values"][1:]})
+    with pytest.raises(ValueError, match="the changes do not fit"):
+        decode(old, parts | {"places": parts["places"] + 999})

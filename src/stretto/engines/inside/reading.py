@@ -10,6 +10,7 @@ from typing import Any
 
 from stretto.engines.inside.base import Inside, told
 from stretto.files import write_aside
+from stretto.sync.parcels.manifest import ParcelError
 from stretto.sync.parcels.places import answer_name
 from stretto.sync.parcels.reading import Parcel
 
@@ -27,6 +28,8 @@ def read(call: Mapping[str, Any], inside: Inside) -> None:
                 parcel.verify()
             else:
                 inside.load(parcel.tensors(inside.device))
+    except ParcelError as failure:
+        error = str(failure)
     except Exception as failure:
         error = told(failure)
     try:

@@ -38,7 +38,10 @@ def encode(old: Tensor, new: Tensor) -> dict[str, Tensor]:
 
 
 def decode(old: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """The tensor that `encode` was given as `new`; `old` stays as it is."""
+    """The tensor that `encode` was given as `new`; `old` stays as it is.
+
+    Raises ValueError when the parts do not fit it or one another.
+    """
     if not parts:
         return old
     if "whole" in parts:
@@ -48,7 +51,10 @@ def decode(old: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         where = torch.from_numpy(np.unpackbits(parts["mask"].numpy(), count=len(bits)).view(np.bool_))
     else:
         where = parts["places"].long()
-    bits[where] = parts["values"]
+    try:
+        bits[where] = parts["values"]
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(f"the changes do not fit ({error})") from error
     return bits.view(old.dtype).view(old.shape)
 
 

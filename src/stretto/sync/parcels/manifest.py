@@ -15,6 +15,10 @@ MANIFEST = "parcel.json"
 _THREADS = 8
 
 
+class ParcelError(ValueError):
+    """A parcel is not what was published; the message says which, and what is wrong."""
+
+
 @dataclass(frozen=True)
 class Label:
     """Names one parcel, and by the digest of its manifest all that is in it."""
@@ -48,7 +52,7 @@ class Manifest:
 
     @classmethod
     def unpack(cls, data: bytes, where: str) -> Manifest:
-        """What `pack` made. Raises ValueError naming `where` it comes from."""
+        """What `pack` made. Raises ParcelError naming `where` it comes from."""
         try:
             raw = json.loads(data)
             entries = {
@@ -57,7 +61,7 @@ class Manifest:
             }
             return cls(Label(**raw["base"]) if raw["base"] else None, dict(raw["copies"]), entries)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where} is not a parcel's manifest ({type(error).__name__}: {error})") from error
+            raise ParcelError(f"{where} is not a parcel's manifest ({type(error).__name__}: {error})") from error
 
 
 def digest_of(data: bytes | memoryview) -> str:

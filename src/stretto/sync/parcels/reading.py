@@ -12,13 +12,13 @@ from torch import Tensor
 
 from stretto.sync import windows
 from stretto.sync.parcels.delta import decode
-from stretto.sync.parcels.manifest import MANIFEST, Label, Manifest, digest_of, digests
+from stretto.sync.parcels.manifest import MANIFEST, Label, Manifest, ParcelError, digest_of, digests
 
 
 class Parcel:
     """The parcel in `directory` whose manifest has this digest; the parcels before it lie beside it.
 
-    Raises ValueError when one of them is missing, cannot be read, or is another.
+    Raises ParcelError when one of them is missing, cannot be read, or is another.
     """
 
     def __init__(self, directory: Path, digest: str):
@@ -34,14 +34,14 @@ class Parcel:
         self._stack.close()
 
     def verify(self) -> None:
-        """Raise ValueError naming the tensors whose bytes are not those that were published."""
+        """Raise ParcelError naming the tensors whose bytes are not those that were published."""
         wrong: list[str] = []
         for window in self._windows():
             found = digests(window)
             wrong += [name for name in window if found[name] != self._entries[name].digest]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise ValueError(f"{self._links[0][0]}: wrong digest of {', '.join(wrong[:3])}{more}")
+            raise ParcelError(f"{self._links[0][0]}: wrong digest of {', '.join(wrong[:3])}{more}")
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, in memory of its own: a loader may keep some until their module is whole."""
@@ -66,13 +66,15 @@ class Parcel:
         changes: list[Mapping[str, Tensor]] = []
         for directory, manifest in self._links:
             entry = manifest.entries[name]
-            parts = {part: self._part(directory / entry.file, part_name(name, part)) for part in entry.parts}
-            changes.append(parts)
-            if "whole" in parts:
+            changes.append({part: self._part(directory / entry.file, part_name(name, part)) for part in entry.parts})
+            if "whole" in entry.parts:
                 break
         tensor = changes.pop()["whole"]
         for parts in reversed(changes):
-            tensor = decode(tensor, parts)
+            try:
+                tensor = decode(tensor, parts)
+            except ValueError as error:
+                raise ParcelError(f"{self._links[0][0]}: wrong bytes of {name}: {error}") from error
         return tensor
 
     def _part(self, file: Path, name: str) -> Tensor:
@@ -83,7 +85,7 @@ class Parcel:
                 self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
             return self._opened[file].get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read {name} in {file}: {type(error).__name__}: {error}") from error
+            raise ParcelError(f"cannot read {name} in {file}: {type(error).__name__}: {error}") from error
 
 
 def part_name(name: str, part: str) -> str:
@@ -100,9 +102,9 @@ def _chain(directory: Path, digest: str) -> list[tuple[Path, Manifest]]:
         try:
             data = (place / MANIFEST).read_bytes()
         except OSError as error:
-            raise ValueError(f"cannot read the parcel {place}: {error.strerror}") from error
+            raise ParcelError(f"cannot read the parcel {place}: {error.strerror}") from error
         if digest_of(data) != label.digest:
-            raise ValueError(f"{place} is not the parcel that was published: its manifest has another digest")
+            raise ParcelError(f"{place} is not the parcel that was published: its manifest has another digest")
         manifest = Manifest.unpack(data, str(place / MANIFEST))
         links.append((place, manifest))
         label = manifest.base
