@@ -11,6 +11,11 @@ run_dir = "out"
 [model]
 path = "model"
 map = "maps/mine"
+[engine]
+backend = "vllm"
+[sync]
+transport = "disk"
+directory = "weights"
 [data]
 source = "rows.jsonl"
 [eval]
@@ -37,6 +42,7 @@ def test_files_of_a_run_file_are_relative_to_it(project: Path) -> None:
     assert config.eval.source == str(project / "held.parquet")
     assert config.reward.functions == [f"{project}/score.py:f", "package.module:f", "math_verify"]
     assert config.model.map == str(project / "maps/mine")
+    assert config.sync.directory == str(project / "weights")
     assert config.run_dir == "out"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from inside_engine import EngineRanks
+from llama_engine import Llama
 from map_oracle import Side
 from test_engine_transport import (
     ALONE,
@@ -28,10 +29,8 @@ from torch import Tensor
 
 from ranks import Ranks
 from stretto.sync import windows
-from stretto.sync.coordinates import atoms_of
-from stretto.sync.files import CheckpointFiles
-from stretto.sync.layouts import checkpoint_layout, loader_layout
-from stretto.sync.session import Destination, Source
+from stretto.sync.layouts import checkpoint_layout
+from stretto.sync.session import Source
 from stretto.sync.transports import DiskTransport
 from stretto.sync.transports.files import FileOptions
 from stretto.types import Version
@@ -58,34 +57,6 @@ def engine() -> Iterator[EngineRanks]:
     made.close()
 
 
-class Llama:
-    """The tensors of a checkpoint with a tied head, as a trainer has them, and an engine that holds the head too."""
-
-    def __init__(self, directory: Path):
-        self.atoms = atoms_of(directory)
-        with CheckpointFiles(directory) as held:
-            self.values = {name: held.read(name).clone() for name in held.where}
-        head = {"lm_head.weight": torch.zeros_like(self.values["model.embed_tokens.weight"])}
-        self.engine = EngineRanks([self.values | head], window=2**16)
-
-    def transport(self, directory: Path, *, delta: bool = True) -> DiskTransport:
-        loader = loader_layout(self.atoms, "float32", 1)
-        source = Source(checkpoint_layout(self.atoms, "float32"), lambda: self.values)
-        choice = FileOptions(source.layout, delta, 4096, 30.0)
-        return DiskTransport(ALONE, source, Destination(self.engine, 1, loader, loader), choice, directory)
-
-    def change(self, step: int) -> None:
-        """Some elements of every second tensor."""
-        self.values = {name: one.clone() for name, one in self.values.items()}
-        for index, one in enumerate(self.values.values()):
-            if index % 2 == step % 2:
-                one.view(-1)[step::30] += 1.0
-
-    def wrong(self) -> list[str]:
-        expected = self.values | {"lm_head.weight": self.values["model.embed_tokens.weight"]}
-        return [name for name, one in self.engine.tensors(0).items() if not torch.equal(one, expected[name])]
-
-
 @pytest.fixture(scope="module")
 def llama(tiny_model: Path) -> Iterator[Llama]:
     made = Llama(tiny_model)
@@ -96,6 +67,10 @@ def llama(tiny_model: Path) -> Iterator[Llama]:
 def changing(values: Callable[[], dict[str, Tensor]]) -> Source:
     """A trainer that holds the checkpoint's tensors."""
     return Source(CHECKPOINT, values)
+
+
+def on_disk(llama: Llama, directory: Path, *, delta: bool = True) -> DiskTransport:
+    return DiskTransport(ALONE, llama.source(), llama.destination(), llama.options(delta), directory)
 
 
 def names(directory: Path) -> list[str]:
@@ -148,7 +123,7 @@ def test_a_parcel_is_a_checkpoint_that_others_can_read(opened: list[Any], tmp_pa
 
 
 def test_deltas_are_short_and_exact_until_a_whole_parcel_pays(opened: list[Any], tmp_path: Path, llama: Llama) -> None:
-    transport = llama.transport(tmp_path)
+    transport = on_disk(llama, tmp_path)
     opened.append(transport)
     sizes = []
     for step in range(30):
@@ -171,7 +146,7 @@ def test_a_parcel_without_any_change_has_no_tensors(opened: list[Any], tmp_path:
 
 
 def test_an_engine_that_was_started_anew_reads_a_delta(opened: list[Any], tmp_path: Path, llama: Llama) -> None:
-    transport = llama.transport(tmp_path)
+    transport = on_disk(llama, tmp_path)
     opened.append(transport)
     transport.transfer(Version(1, 0))
     anew = EngineRanks([{name: torch.zeros_like(one) for name, one in llama.engine.tensors(0).items()}])
@@ -184,7 +159,7 @@ def test_an_engine_that_was_started_anew_reads_a_delta(opened: list[Any], tmp_pa
 
 
 def test_a_base_that_is_gone_makes_the_next_parcel_whole(opened: list[Any], tmp_path: Path, llama: Llama) -> None:
-    transport = llama.transport(tmp_path)
+    transport = on_disk(llama, tmp_path)
     opened.append(transport)
     transport.transfer(Version(1, 0))
     (tmp_path / "1-0").rename(tmp_path / "elsewhere")
@@ -214,7 +189,7 @@ def corrupt(transport: DiskTransport, when: Iterator[bool], file: Callable[[], P
 def test_a_corrupted_tensor_is_named_and_the_old_version_serves_on(
     opened: list[Any], tmp_path: Path, llama: Llama, delta: bool
 ) -> None:
-    transport = llama.transport(tmp_path, delta=delta)
+    transport = on_disk(llama, tmp_path, delta=delta)
     opened.append(transport)
     transport.transfer(Version(1, 0))
     before = llama.engine.tensors(0)
@@ -300,7 +275,6 @@ def full_disk(directory: str) -> tuple[str, bool, list[str], list[str]]:
     engine = holding(9)
     folder = Path(directory)
     transport = DiskTransport(ALONE, changing(lambda: files(1)), destination(engine), options(), folder)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     said = ""
     try:
@@ -366,7 +340,6 @@ def without_room_for_the_first(world: World, directory: str) -> str:
     source = trainer(Side("fsdp", 2), world.rank, lambda: 1)
     transport = DiskTransport(world, source, destination(engine), options(), Path(directory))
     if world.first:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     try:
         transport.transfer(Version(0, 1))

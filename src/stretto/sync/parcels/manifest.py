@@ -5,14 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-import torch
-from torch import Tensor
-
 MANIFEST = "parcel.json"
-_THREADS = 8
 
 
 class ParcelError(ValueError):
@@ -67,13 +62,3 @@ class Manifest:
 def digest_of(data: bytes | memoryview) -> str:
     """SHA-256, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
-
-
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digest of each tensor's bytes (on CPU)."""
-    with ThreadPoolExecutor(_THREADS) as pool:  # hashing lets go of the interpreter's lock
-        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
-
-
-def _digest(tensor: Tensor) -> str:
-    return digest_of(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

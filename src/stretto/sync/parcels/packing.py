@@ -11,7 +11,8 @@ from torch import Tensor
 from stretto.sync.binding import dtype_name
 from stretto.sync.gathering import Window
 from stretto.sync.parcels.delta import encode
-from stretto.sync.parcels.manifest import Entry, Label, Manifest, digest_of, digests
+from stretto.sync.parcels.digests import digests
+from stretto.sync.parcels.manifest import Entry, Label, Manifest, digest_of
 from stretto.sync.parcels.reading import part_name
 from stretto.types import Version
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from stretto.sync import windows
 from stretto.sync.parcels.delta import decode
-from stretto.sync.parcels.manifest import MANIFEST, Label, Manifest, ParcelError, digest_of, digests
+from stretto.sync.parcels.digests import digests
+from stretto.sync.parcels.manifest import MANIFEST, Label, Manifest, ParcelError, digest_of
 
 
 class Parcel:
