@@ -11,11 +11,6 @@ run_dir = "out"
 [model]
 path = "model"
 map = "maps/mine"
-[engine]
-backend = "vllm"
-[sync]
-transport = "disk"
-directory = "weights"
 [data]
 source = "rows.jsonl"
 [eval]
@@ -42,8 +37,13 @@ def test_files_of_a_run_file_are_relative_to_it(project: Path) -> None:
     assert config.eval.source == str(project / "held.parquet")
     assert config.reward.functions == [f"{project}/score.py:f", "package.module:f", "math_verify"]
     assert config.model.map == str(project / "maps/mine")
-    assert config.sync.directory == str(project / "weights")
     assert config.run_dir == "out"
+
+
+def test_the_directory_of_published_weights_is_relative_to_the_run_file(project: Path) -> None:
+    file = project / "run.toml"
+    file.write_text(TEXT + '[engine]\nbackend = "vllm"\n[sync]\ntransport = "disk"\ndirectory = "weights"\n')
+    assert load_config(file).sync.directory == str(project / "weights")
 
 
 def test_files_of_overrides_are_relative_to_the_current_directory(project: Path) -> None:

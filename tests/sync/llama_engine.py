@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from inside_engine import EngineRanks
+from torch import Tensor
 
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.files import CheckpointFiles
@@ -33,6 +34,11 @@ class Llama:
 
     def options(self, delta: bool, timeout_s: float = 30.0) -> FileOptions:
         return FileOptions(checkpoint_layout(self.atoms, "float32"), delta, 4096, timeout_s)
+
+    def rows(self, rank: int) -> dict[str, Tensor]:
+        """What FSDP2 holds of them on one of two ranks."""
+        held = {name: one.chunk(2) for name, one in self.values.items()}
+        return {name: parts[rank] for name, parts in held.items() if rank < len(parts)}
 
     def change(self, step: int) -> None:
         """Some elements of every second tensor."""

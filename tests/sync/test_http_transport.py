@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import resource
@@ -18,11 +19,15 @@ import torch
 from llama_engine import Llama
 from test_engine_transport import ALONE
 
+from ranks import Ranks
 from stretto.sync import windows
+from stretto.sync.layouts import fsdp_layout
 from stretto.sync.parcels.calling import DIGEST, KEY, SESSION, Caller, Refused
 from stretto.sync.parcels.manifest import digest_of
+from stretto.sync.session import Source
 from stretto.sync.transports import HttpTransport
 from stretto.types import Version
+from stretto.world import World
 
 SECRET = "a key of this test"
 
@@ -221,6 +226,32 @@ def test_another_trainer_that_takes_the_receiver_over_is_told_of(
     opened.append(pushing(llama, receiver.url))
     with pytest.raises(RuntimeError, match="answered 423: another trainer has taken over the receiver"):
         first.transfer(Version(1, 1))
+
+
+def to_an_engine_each(world: World, directory: str, urls: list[str]) -> list[str]:
+    """Each rank leads an engine with a receiver of its own; the first one writes."""
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon may have no children
+    os.environ[KEY], windows.WINDOW_BYTES = SECRET, 2**16
+    llama = Llama(Path(directory))
+    rows = Source(fsdp_layout(llama.atoms, "float32", 2), lambda: llama.rows(world.rank))
+    transport = HttpTransport(world, rows, llama.destination(2), llama.options(True), urls)
+    found: list[str] = []
+    for step in range(2):
+        sent = transport.transfer(Version(1, step))
+        found += llama.wrong()
+        if world.first:
+            assert (sent >= transport.full_bytes) == (step == 0)
+        llama.change(step)
+    transport.close()
+    llama.engine.close()
+    return found
+
+
+def test_every_engine_has_its_receiver(opened: list[Any], pair: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    receivers = [Started(tmp_path / str(index)) for index in range(2)]
+    opened.extend(receivers)
+    assert pair.run(to_an_engine_each, str(tiny_model), [one.url for one in receivers]) == [[], []]
+    assert [one.names() for one in receivers] == [[], []]
 
 
 @pytest.fixture

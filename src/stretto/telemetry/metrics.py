@@ -71,8 +71,8 @@ METRICS: dict[str, Metric] = {
     "sync/seconds": Metric("Weight sync", "Seconds from prepare to commit of the step's publication."),
     "sync/bytes": Metric(
         "Bytes synced",
-        "Bytes written into the engines of all ranks, 0 when they share the weights; through files: the bytes of these, "
-        "once for each receiver.",
+        "Bytes written into the engines of all ranks, 0 when they share the weights; through files: the bytes of these "
+        "files, once for each receiver.",
     ),
     "sync/full_bytes": Metric(
         "Bytes of all weights", "Through files: what sync/bytes would be if nothing were left out as unchanged."

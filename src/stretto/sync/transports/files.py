@@ -84,6 +84,7 @@ class FilesTransport:
             self._have_read("verify", packed.label, places)
             self.touched = True
             self._have_read("load", packed.label, places)
+            self._everywhere(lambda: self._packer.keep() if self._packer else None)
         except BaseException as error:
             if self._packer is not None:
                 self._packer.forget()
@@ -91,7 +92,6 @@ class FilesTransport:
                 served = "" if self.touched else "; the engines serve the version before it on"
                 raise RuntimeError(f"the publication of {version} failed: {error}{served}") from error
             raise
-        self._everywhere(lambda: self._packer.keep() if self._packer else None)
         self.full_bytes = packed.full_bytes if self._world.first else 0
         return packed.bytes if self._world.first else 0
 
