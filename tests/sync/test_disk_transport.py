@@ -373,6 +373,36 @@ def test_a_directory_has_one_owner_and_what_a_dead_one_left_is_removed(
         DiskTransport(ALONE, changing(lambda: files(1)), destination(engine), options(), tmp_path)
 
 
+def dies_midway(directory: str) -> None:
+    """A trainer that is killed while it writes its second file."""
+    windows.WINDOW_BYTES = 2048
+    transport: Any = DiskTransport(ALONE, changing(lambda: files(1)), destination(None), options(), Path(directory))
+    usual = transport._shelf.put
+
+    def put(name: str, file: str, body: bytes) -> None:
+        if file != "window-00000.safetensors":
+            os.kill(os.getpid(), signal.SIGKILL)
+        usual(name, file, body)
+
+    transport._shelf.put = put
+    transport.transfer(Version(1, 0))
+
+
+def test_what_a_killed_trainer_left_is_gone_with_the_next_start(
+    opened: list[Any], tmp_path: Path, engine: EngineRanks
+) -> None:
+    trainer = multiprocessing.get_context("spawn").Process(target=dies_midway, args=(str(tmp_path),))
+    trainer.start()
+    trainer.join(60)
+    assert trainer.exitcode == -signal.SIGKILL
+    assert names(tmp_path) == [".writing-1-0"]
+    transport = DiskTransport(ALONE, changing(lambda: files(1)), destination(engine), options(), tmp_path)
+    opened.append(transport)
+    assert names(tmp_path) == []
+    transport.transfer(Version(2, 0))
+    assert wrong(engine, [files(1)] * 2) == []
+
+
 def test_a_directory_that_cannot_be_made_is_an_error_before_the_first_step(opened: list[Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot write parcels to .*file/below: Not a directory"):
