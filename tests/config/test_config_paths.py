@@ -40,6 +40,12 @@ def test_files_of_a_run_file_are_relative_to_it(project: Path) -> None:
     assert config.run_dir == "out"
 
 
+def test_the_directory_of_published_weights_is_relative_to_the_run_file(project: Path) -> None:
+    file = project / "run.toml"
+    file.write_text(TEXT + '[engine]\nbackend = "vllm"\n[sync]\ntransport = "disk"\ndirectory = "weights"\n')
+    assert load_config(file).sync.directory == str(project / "weights")
+
+
 def test_files_of_overrides_are_relative_to_the_current_directory(project: Path) -> None:
     arguments = ["--model.path", "other", "--data.source=more.jsonl", "--reward.functions", '["../s.py:g"]']
     arguments += ["--model.map", "../m.py"]

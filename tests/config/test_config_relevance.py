@@ -41,6 +41,16 @@ CHANGES: dict[str, dict[str, Any]] = {
         "trainer.backend": "megatron",
         "trainer.names": "bridge",
     },
+    'sync.transport is not "disk"': {"engine.backend": "sglang"},
+    'sync.transport is not "http"': {"engine.backend": "sglang"},
+    'sync.transport is neither "disk" nor "http", and the others send no byte that finding changes would save': {
+        "engine.backend": "sglang"
+    },
+    "a server reads files with its own loader, after it has compared a digest of every tensor": {
+        "engine.backend": "sglang",
+        "sync.transport": "disk",
+        "sync.directory": "/shared",
+    },
     'trainer.schedule is "constant"': {"trainer.schedule": "constant"},
     "eval.source names the held-out prompts": {"eval.source": "org/held"},
     "nothing is held out: set data.heldout or eval.source": {"data.heldout": None},
@@ -69,6 +79,8 @@ VALUES: dict[str, Any] = {
     "engine.sglang": {"mem_fraction_static": 0.5},
     "engine.vllm": {"gpu_memory_utilization": 0.5},
     "model.map": "/maps/olmo.py",
+    "sync.directory": "/shared",
+    "sync.receivers": ("http://host:8100", "https://host:8101"),
     "trainer.pp_layers": (3, 2),
     "trainer.sequence_parallel": True,
     "eval.limit": 3,
@@ -112,6 +124,9 @@ ELSEWHERE = {
     **{f"sync.{name}": SGLANG for name in ("transport", "write", "timeout_s")},
     "sync.verify_bound": {"sync.verify_every": 5},
     **{f"memory.{name}": SGLANG for name in ("release", "offload")},
+    "sync.directory": SGLANG | {"sync.transport": "disk"},
+    "sync.receivers": SGLANG | {"sync.transport": "http"},
+    "sync.delta": SGLANG | {"sync.transport": "disk", "sync.directory": "/shared"},
     **{f"trainer.{name}": MEGATRON for name in ("names", "tp", "pp", "vpp", "pp_layers", "ep", "etp")},
     "trainer.sequence_parallel": MEGATRON,
     "data.args": {"data.source": "reasoning_gym:chain_sum"},
@@ -139,6 +154,8 @@ def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
         (MEGATRON | {"trainer.vpp": 2, "trainer.pp_layers": (1, 2)}, "has 2 numbers and there are 4 stages"),
         (MEGATRON | {"trainer.dtype": "float64"}, 'trainer.dtype = "float64" needs the fsdp trainer'),
         (MEGATRON | {"trainer.batching": "packed"}, 'trainer.batching = "packed" needs the fsdp trainer'),
+        (SGLANG | {"sync.transport": "disk"}, 'sync.transport = "disk" needs sync.directory'),
+        (VLLM | {"sync.transport": "http"}, 'sync.transport = "http" needs sync.receivers'),
         ({"rollout.allow_filtered_sampling": None}, "rollout.top_p filters the distribution"),
         ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values for 1 functions"),
         (VLLM | {"rollout.temperature": 0.7}, "rollout.temperature is 0.7 and rollout.top_p filters: .*"),
@@ -167,6 +184,7 @@ NO_FILTER = {"rollout.top_p": 1.0, "rollout.allow_filtered_sampling": None}
         SGLANG | {"rollout.temperature": 0.7, "eval.temperature": 3.0},
         {"rollout.temperature": 0.7},
         *(SGLANG | {"sync.transport": transport} for transport in ("auto", "ipc", "collective")),
+        SGLANG | {"sync.transport": "disk", "sync.directory": "/shared", "sync.delta": True},
     ],
 )
 def test_engines_take_the_temperatures_and_transports_that_are_theirs(change: dict[str, Any]) -> None:

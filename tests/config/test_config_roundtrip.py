@@ -48,6 +48,10 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(["http://localhost:30000", "https://host/"])
     if key.name == "engine.python":
         return st.sampled_from(["python3.11", "/venv/bin/python", "venv/bin/python"])
+    if key.name == "sync.directory":
+        return st.sampled_from(["/shared/weights", "weights"])
+    if key.name == "sync.receivers":
+        return st.lists(st.sampled_from(["http://host:8100", "https://host:8101"]), max_size=3)
     if key.name == "trainer.pp_layers":
         return st.lists(st.integers(1, 9), max_size=4)
     if key.name == "reward.weights":

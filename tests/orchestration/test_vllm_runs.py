@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +62,7 @@ def run_file(directory: Path, model: Path, python: str, trainer: dict[str, Any],
         algorithm={},
         eval={},
         data={"source": "rows.jsonl"},
-        sync={"checksums": True, "timeout_s": 60.0} | sync,
+        sync={key: one for key, one in ({"checksums": True, "timeout_s": 60.0} | sync).items() if one is not None},
     )
 
 
@@ -84,6 +88,40 @@ def test_what_the_server_samples_has_the_log_probs_that_the_trainer_gives_it(
         assert found[step]["sync/version"] == step
         assert found[step]["mismatch/logprob_diff_max"] < 3e-5, f"step {step}"
     assert found[STEPS]["reward/mean"] != found[1]["reward/mean"], "the weights did change"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["disk", "http"])
+def test_deltas_through_files_keep_the_log_probs_of_the_server_exact(
+    tmp_path: Path, model: Path, python: str, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    parcels = tmp_path / "parcels"
+    with ExitStack() as stack:
+        sync: dict[str, Any] = {"transport": transport, "delta": True, "checksums": None}
+        if transport == "http":
+            monkeypatch.setenv("STRETTO_RECEIVER_KEY", "of this test")
+            sync["receivers"] = [stack.enter_context(receiver(parcels))]
+        else:
+            sync["directory"] = str(parcels)
+        # So low a rate changes only the small weights: the others round to what they were.
+        file = run_file(tmp_path / "run-files", model, python, {"lr": 1e-9}, sync)
+        complete("train", file)
+        found = metrics(file.parent / "run")
+        for step in range(1, STEPS + 1):
+            assert found[step]["mismatch/logprob_diff_max"] < 3e-5, f"step {step}"
+            assert found[step]["sync/bytes"] > 0
+            assert found[step]["sync/full_bytes"] == found[1]["sync/full_bytes"] > 0
+        assert [entry.name for entry in parcels.iterdir() if not entry.name.startswith(".stretto")] == []
+
+
+@contextmanager
+def receiver(directory: Path) -> Iterator[str]:
+    """The address of a receiver of parcels."""
+    words = [sys.executable, "-m", "stretto.sync.receiver", "--directory", str(directory)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[3]
+        process.terminate()
 
 
 @pytest.mark.timeout(300)

@@ -79,7 +79,8 @@ def _rank(
     derived: tuple[str, ...],
     window: int | None,
 ) -> None:
-    from stretto.engines.inside.receiver import Inside, enter
+    from stretto.engines.inside.base import Inside
+    from stretto.engines.inside.receiver import enter
 
     torch.set_num_threads(1)
     if window is not None:

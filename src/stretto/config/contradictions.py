@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stretto.config.run import RunConfig
-    from stretto.config.sections import TrainerConfig
+    from stretto.config.sections import SyncConfig, TrainerConfig
 
 _VLLM_HOTTEST = 2
 
@@ -25,6 +25,11 @@ def streams_here(config: RunConfig) -> bool:
     return trainer.backend == "megatron" and trainer.names == "bridge" and config.engine.backend == "embedded"
 
 
+def through_files(config: RunConfig) -> bool:
+    """Whether weights go to a server as files."""
+    return config.engine.backend != "embedded" and config.sync.transport in ("disk", "http")
+
+
 def contradictions(config: RunConfig) -> Iterator[str]:
     """A line for each key that contradicts another, with what to do."""
     if (on := filters_of(config)) and not config.rollout.allow_filtered_sampling:
@@ -39,8 +44,21 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     if updates > prompts:
         yield f"trainer.updates_per_batch = {updates} is more than the {prompts} prompts of a step"
     yield from _megatron_contradictions(config.trainer)
+    if through_files(config):
+        yield from _lacking_of_files(config.sync)
     if config.engine.backend == "vllm":
         yield from _vllm_contradictions(config)
+
+
+def _lacking_of_files(sync: SyncConfig) -> Iterator[str]:
+    """What the transport has to be told."""
+    if sync.transport == "disk" and sync.directory is None:
+        yield 'sync.transport = "disk" needs sync.directory, a directory that the trainer and the server both see'
+    if sync.transport == "http" and not sync.receivers:
+        yield (
+            'sync.transport = "http" needs sync.receivers: start `python -m stretto.sync.receiver` beside each server '
+            "and name their addresses"
+        )
 
 
 def _megatron_contradictions(trainer: TrainerConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ def resolve_path(key: str, value: Any, base: Path) -> Any:
     """`value` of `key` with the file it names made absolute; names of other things, and other keys, stay."""
     if key in _PATHS and isinstance(value, str):
         return _resolve(value, base)
-    if key == "model.map" and isinstance(value, str):
+    if key in ("model.map", "sync.directory") and isinstance(value, str):
         return os.path.abspath(base / Path(value).expanduser())
     if key == "engine.python" and isinstance(value, str):
         # Not its real path: a virtual environment's interpreter is a link. A bare name is looked up in PATH.

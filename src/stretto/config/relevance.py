@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from stretto.config.contradictions import contradictions, filters_of, streams_here
+from stretto.config.contradictions import contradictions, filters_of, streams_here, through_files
 
 if TYPE_CHECKING:
     from stretto.config.run import RunConfig
 
 _FILES = (".jsonl", ".json-lines", ".json", ".parquet")
-_OF_SERVERS = tuple(f"engine.{key}" for key in ("tp", "url", "python", "start_timeout_s", "sglang", "vllm"))
+_OF_SERVERS = (
+    *(f"engine.{key}" for key in ("tp", "url", "python", "start_timeout_s", "sglang", "vllm")),
+    *(f"sync.{key}" for key in ("transport", "directory", "receivers", "delta", "write", "timeout_s")),
+)
 _NO_DATASET = "no Hugging Face dataset is read with it"
 
 
@@ -54,7 +57,12 @@ IGNORED: tuple[Rule, ...] = (
         'trainer.names = "bridge" has maps of its own',
     ),
     Rule(
-        (*_OF_SERVERS, "memory.release", "memory.offload", "sync.transport", "sync.write", "sync.timeout_s"),
+        (
+            *_OF_SERVERS,
+            "memory.release",
+            "memory.offload",
+            *(f"sync.{key}" for key in ("transport", "write", "timeout_s", "directory", "receivers", "delta")),
+        ),
         lambda c: c.engine.backend == "embedded",
         'engine.backend is "embedded"',
     ),
@@ -69,6 +77,18 @@ IGNORED: tuple[Rule, ...] = (
         ("sync.extra_mib", "sync.checksums"),
         streams_here,
         'trainer.names = "bridge" streams whole tensors into the embedded engine, one after another',
+    ),
+    Rule(("sync.directory",), lambda c: c.sync.transport != "disk", 'sync.transport is not "disk"'),
+    Rule(("sync.receivers",), lambda c: c.sync.transport != "http", 'sync.transport is not "http"'),
+    Rule(
+        ("sync.delta",),
+        lambda c: not through_files(c),
+        'sync.transport is neither "disk" nor "http", and the others send no byte that finding changes would save',
+    ),
+    Rule(
+        ("sync.write", "sync.checksums"),
+        through_files,
+        "a server reads files with its own loader, after it has compared a digest of every tensor",
     ),
     Rule(("trainer.min_lr_ratio",), lambda c: c.trainer.schedule == "constant", 'trainer.schedule is "constant"'),
     Rule(("data.heldout",), lambda c: c.eval.source is not None, "eval.source names the held-out prompts"),

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _Layers = Annotated[int, Field(ge=1)]
+_Url = Annotated[str, Field(pattern=r"^https?://[^/ ]+")]
 
 
 def _as_tuple(value: Any) -> Any:
@@ -209,9 +210,19 @@ class SyncConfig(Section):
 
     extra_mib: int = Field(default=512, ge=1)
     """Mebibytes that a transfer between processes may take beside both sides' weights: its buckets share them."""
-    transport: Literal["auto", "ipc", "collective"] = "auto"
-    """To a server: ipc (memory that both processes see, on one host) or collective (NCCL or Gloo, between devices).
-    auto is ipc: the server takes turns with the trainer on the same devices."""
+    transport: Literal["auto", "ipc", "collective", "disk", "http"] = "auto"
+    """To a server: ipc (memory that both processes see, on one host), collective (NCCL or Gloo, between devices), disk
+    (files in sync.directory) or http (files pushed to sync.receivers). auto is ipc: the server takes turns with the
+    trainer on the same devices."""
+    directory: str | None = Field(default=None, min_length=1)
+    """disk: where the files of each version go: a directory that the trainer and the server both see, of this run alone
+    while it lives."""
+    receivers: Annotated[tuple[_Url, ...], BeforeValidator(_as_tuple)] = ()
+    """http: addresses of `python -m stretto.sync.receiver`, one for each server, in the servers' order and each on its
+    server's host. The environment's STRETTO_RECEIVER_KEY is the key that they ask for."""
+    delta: bool = False
+    """disk, http: send only the elements whose bits changed, where that is less. It takes memory for a second copy of
+    the weights at the first process."""
     write: Literal["auto", "direct", "loader"] = "auto"
     """direct: the shards that each rank of a server lacks, straight into its parameters; loader: whole tensors through
     the server's own loader; auto: direct where every rank can be written so."""

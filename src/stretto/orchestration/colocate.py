@@ -126,7 +126,7 @@ class ColocatedRun:
             **report.metrics,
             **measure.token_metrics(self._queue, self._world),
             "train/skipped_steps": report.bad_updates,
-            "sync/bytes": self._world.sum([sum(moved)])[0],
+            **self._moved(moved),
             "sync/version": step + 1,
             **self._memory(step + 1),
             "tokens/step": self._world.sum([self._queue.tokens.generated - before])[0],
@@ -142,6 +142,12 @@ class ColocatedRun:
             gib = 2**30
             self._parts.watch.progress.note(f"memory: peak {peak / gib:.2f} GiB, forecast {expected / gib:.2f} GiB")
         return {"memory/peak_bytes": peak, "memory/forecast_bytes": expected}
+
+    def _moved(self, moved: Sequence[int]) -> dict[str, float]:
+        """Bytes of the step's publication over all ranks, and those of a full one where they may differ."""
+        full = self._parts.publisher.full_bytes if self._parts.publisher else None
+        total, whole = self._world.sum([sum(moved), full or 0])
+        return {"sync/bytes": total} | ({} if full is None else {"sync/full_bytes": whole})
 
     def _shown(self, scored: Sequence[Scored]) -> list[Scored]:
         """The samples of a step that are kept: the first few, and every one on any rank that could not be scored."""

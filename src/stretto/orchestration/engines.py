@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from stretto.config import RunConfig
-from stretto.config.relevance import filters_of
+from stretto.config.contradictions import filters_of, through_files
 from stretto.config.sections import SyncConfig
 from stretto.engines import EngineError, RolloutEngine
 from stretto.engines.embedded import EmbeddedEngine
@@ -20,12 +20,21 @@ from stretto.orchestration.turns import Turns
 from stretto.sync.binding import dtype_name
 from stretto.sync.coordinates import atoms_of
 from stretto.sync.files import CheckpointFiles, load
+from stretto.sync.layout import Layout
 from stretto.sync.layouts import EngineSizes, checkpoint_layout, engine_layout, loader_layout
 from stretto.sync.plan import Plan
 from stretto.sync.publication import Transport
 from stretto.sync.session import Destination, Options, Source
-from stretto.sync.transports import AliasTransport, EngineTransport, PlannedTransport, StreamTransport
+from stretto.sync.transports import (
+    AliasTransport,
+    DiskTransport,
+    EngineTransport,
+    HttpTransport,
+    PlannedTransport,
+    StreamTransport,
+)
 from stretto.sync.transports.alias import can_alias
+from stretto.sync.transports.files import FileOptions
 from stretto.trainers import Trainer
 from stretto.trainers.base import Streaming
 from stretto.world import World
@@ -133,12 +142,26 @@ def connect(trainer: Trainer, engine: RolloutEngine, config: RunConfig, world: W
         return connect_embedded(trainer, engine, world, config.sync.extra_mib * _MIB, checksums=config.sync.checksums)
     assert isinstance(engine, ServerEngine)
     direct = engine.layout()
-    loader = loader_layout(direct.atoms, dtype_name(engine_dtype(config, world)), direct.ranks)
+    dtype = dtype_name(engine_dtype(config, world))
+    loader = loader_layout(direct.atoms, dtype, direct.ranks)
     destination = Destination(engine if engine.leads else None, config.engine.tp, direct, loader)
     source = Source(trainer.layout(), trainer.weights, trainer.stream if isinstance(trainer, Streaming) else None)
+    if through_files(config):
+        engine.set_layout(loader)
+        return _through_files(config.sync, world, source, destination, checkpoint_layout(direct.atoms, dtype))
     transport = EngineTransport(world, source, destination, _options(config.sync))
     engine.set_layout(loader if transport.refused else direct)
     return transport
+
+
+def _through_files(
+    sync: SyncConfig, world: World, source: Source, destination: Destination, target: Layout
+) -> DiskTransport | HttpTransport:
+    options = FileOptions(target, sync.delta, sync.extra_mib * _MIB, sync.timeout_s)
+    if sync.transport == "http":
+        return HttpTransport(world, source, destination, options, sync.receivers)
+    assert sync.directory is not None
+    return DiskTransport(world, source, destination, options, Path(sync.directory))
 
 
 def connect_embedded(

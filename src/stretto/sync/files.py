@@ -15,12 +15,9 @@ from torch import Tensor
 
 from stretto.sync.binding import check_targets
 from stretto.sync.coverage import differences
-from stretto.sync.execute import Execution, over_group
 from stretto.sync.fill import Filler
+from stretto.sync.gathering import Gathering, GatherStream, GatherTensors
 from stretto.sync.layout import Layout
-from stretto.sync.plan import Plan
-from stretto.sync.streaming import StreamCheck
-from stretto.sync.windows import windows
 
 _FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -138,20 +135,7 @@ def export(
 
     One file at a time is whole in the first rank's memory. Raises OSError or SafetensorError when it cannot be written.
     """
-    specs = target.local(0)
-    parts = windows(Plan.of(source, target, [0]), _FILE_BYTES)
-    for number, part in enumerate(parts, 1):
-        written = {name: _empty(*specs[name]) for name in part.names} if rank == 0 else {}
-        link = over_group(part.plan, device=device)
-        execution = Execution(
-            part.plan, rank, lambda: {rank: tensors()}, lambda written=written: {0: written}, link=link
-        )
-        execution.run()
-        execution.verify()
-        if rank == 0:
-            _save(written, directory / _file(number, len(parts)))
-    if rank == 0:
-        _write_index(directory, [part.names for part in parts], target.local_bytes(0))
+    _write(directory, target, GatherTensors(source, target, rank, tensors, device, _FILE_BYTES), writes=rank == 0)
 
 
 def export_stream(
@@ -167,28 +151,15 @@ def export_stream(
     All ranks call, since the stream is gathered from them; the one that `writes` has one file at a time in memory.
     Raises RuntimeError when the stream is not whole, on every rank and after its end.
     """
-    kept: dict[str, Tensor] = {}
+    _write(directory, target, GatherStream(source, target, stream, _FILE_BYTES, keeps=writes), writes=writes)
+
+
+def _write(directory: Path, target: Layout, gathering: Gathering, *, writes: bool) -> None:
     written: list[list[str]] = []
-
-    def put() -> None:
-        _save(kept, directory / _unnumbered(len(written)))
-        written.append(list(kept))
-        kept.clear()
-
-    check = StreamCheck(source)
-    dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in target.local(0).items()}
-    used = 0
-    for name, tensor in stream():
-        if not check.takes(name, tensor) or not writes:
-            continue
-        used += tensor.numel() * dtypes[name].itemsize
-        if kept and used > _FILE_BYTES:
-            put()
-            used = tensor.numel() * dtypes[name].itemsize
-        kept[name] = tensor.detach().to("cpu", dtypes[name], copy=True).contiguous()
-    if writes:
-        put()
-    check.verify()
+    for window in gathering:
+        if writes:
+            _save(window, directory / _unnumbered(len(written)))
+            written.append(list(window))
     if writes:
         for index in range(len(written)):
             (directory / _unnumbered(index)).rename(directory / _file(index + 1, len(written)))
@@ -198,10 +169,6 @@ def export_stream(
 def _unnumbered(index: int) -> str:
     """Name of a file while it is not known how many there will be."""
     return f"part-{index}.safetensors"
-
-
-def _empty(shape: tuple[int, ...], dtype: str) -> Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
 def _file(number: int, count: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from stretto.types import Version
 
@@ -42,6 +42,14 @@ class Transport(Protocol):
         ...
 
 
+@runtime_checkable
+class Sparing(Protocol):
+    """What a transport has besides that may send less than all weights."""
+
+    full_bytes: int
+    """Bytes that the last transfer would have moved if it had sent all of them."""
+
+
 class Publisher:
     """Publishes versions into one engine; the engine serves the old version or the new one, never a mixture.
 
@@ -58,6 +66,11 @@ class Publisher:
     def transport(self) -> str:
         """Name of the transport."""
         return self._transport.name
+
+    @property
+    def full_bytes(self) -> int | None:
+        """Bytes of the last publication had it been a full one; None where all are."""
+        return self._transport.full_bytes if isinstance(self._transport, Sparing) else None
 
     def open(self, version: Version) -> None:
         """Prepare: the engine stops computing tokens."""

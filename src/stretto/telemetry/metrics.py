@@ -69,7 +69,14 @@ METRICS: dict[str, Metric] = {
     "eval/truncated_share": Metric("Held-out truncated", "Share of held-out responses cut off at the token limit."),
     "eval/response_length_mean": Metric("Held-out length", "Mean held-out response length, in tokens."),
     "sync/seconds": Metric("Weight sync", "Seconds from prepare to commit of the step's publication."),
-    "sync/bytes": Metric("Bytes synced", "Bytes written into the engines of all ranks; 0 when they share the weights."),
+    "sync/bytes": Metric(
+        "Bytes synced",
+        "Bytes written into the engines of all ranks, 0 when they share the weights; through files: the bytes of these "
+        "files, once for each receiver.",
+    ),
+    "sync/full_bytes": Metric(
+        "Bytes of all weights", "Through files: what sync/bytes would be if nothing were left out as unchanged."
+    ),
     "sync/version": Metric("Weight version", "Number of the publication that the engine serves."),
     "tokens/generated": Metric("Generated", "Response tokens generated since the run began."),
     "tokens/trained": Metric("Trained", "Response tokens of samples that were trained on, since the run began."),

@@ -7,15 +7,14 @@ lets the engine go on. The engine computes nothing in between, so nothing here r
 from __future__ import annotations
 
 import json
-import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from stretto.engines.inside.base import Inside, told
+from stretto.engines.inside.reading import read
 from stretto.sync.binding import tensor_differences
 from stretto.sync.layout import Layout
 from stretto.sync.links import JoinedLink, Link, SharedReceiver
@@ -24,33 +23,18 @@ from stretto.sync.receivers import Terms
 from stretto.sync.receiving import Direct, Loading, Receiving
 from stretto.sync.windows import parts_of
 
-Named = Iterable[tuple[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Inside:
-    """What an engine gives of one of its ranks.
-
-    `derived` names tensors that the engine made from its parameters, which a direct write would leave behind; `load`
-    takes whole tensors of the checkpoint through the engine's own loader.
-    """
-
-    model: nn.Module
-    rank: int
-    device: torch.device
-    derived: Callable[[], list[str]]
-    load: Callable[[Named], None]
-
-
 _OPEN: dict[str, Receiver] = {}
 
 
 def enter(payload: str, inside: Inside) -> None:
-    """Serve the trainer that `payload` (JSON) names until it lets go.
+    """Serve the trainer that `payload` (JSON) names until it lets go, or read the parcel that it names.
 
     Raises ConnectionError when the trainer is gone, RuntimeError when it is silent for longer than it said.
     """
     call = json.loads(payload)
+    if "parcel" in call:
+        read(call, inside)
+        return
     receiver = _OPEN.get(call["id"])
     if receiver is None:
         for other in list(_OPEN.values()):  # of a trainer that is gone
@@ -92,7 +76,7 @@ class Receiver:
             try:
                 answer = (True, getattr(self, f"_{command}")(argument))
             except Exception as error:
-                answer = (False, _told(error))
+                answer = (False, told(error))
             self._control.send(answer)
 
     def close(self) -> None:
@@ -137,7 +121,7 @@ class Receiver:
         try:
             return self._receiving.run(), True, None
         except Exception as error:
-            return 0, self._receiving.touched, _told(error)
+            return 0, self._receiving.touched, told(error)
 
     def _held(self) -> dict[str, Tensor]:
         model = self._inside.model
@@ -145,8 +129,3 @@ class Receiver:
 
     def _dial(self, address: str) -> Connection:
         return Client(address, authkey=self._key)
-
-
-def _told(error: Exception) -> str:
-    """The error being handled, as the trainer shows it."""
-    return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.engines.inside import receiver
+from stretto.engines.inside.base import Inside
 from stretto.engines.inside.derived import derived
+from stretto.engines.inside.receiver import enter as enter_receiver
 
 
 def enter(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -17,4 +18,4 @@ def enter(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
     payload = bytes(named_tensors[0][1].cpu().tolist()).decode()
     rank, device = get_tensor_model_parallel_rank(), next(model.parameters()).device
-    receiver.enter(payload, receiver.Inside(model, rank, device, lambda: derived(model), model.load_weights))
+    enter_receiver(payload, Inside(model, rank, device, lambda: derived(model), model.load_weights))

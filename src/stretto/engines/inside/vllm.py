@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from stretto.engines.inside.base import Inside, Named
 from stretto.engines.inside.derived import derived
-from stretto.engines.inside.receiver import Inside, Named, enter
+from stretto.engines.inside.receiver import enter
 
 
 class Worker:

@@ -1,0 +1,1 @@
+"""What runs beside an engine on another host: takes parcels over HTTP and lays them where the engine reads them."""
