@@ -43,13 +43,14 @@ def even(completion):
 LIMIT_S = 420
 
 
-def write_checkpoint(directory: Path, shape: dict[str, Any]) -> None:
-    """Random weights, and a tokenizer in which token n is the word tn."""
+def write_checkpoint(directory: Path, shape: dict[str, Any], *, endless: bool = False) -> None:
+    """Random weights, and a tokenizer in which token n is the word tn. Nothing ends the text of an `endless` one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(**shape, dtype=torch.bfloat16, bos_token_id=None, eos_token_id=shape["vocab_size"] - 1)
+    end = None if endless else shape["vocab_size"] - 1
+    config = Qwen3Config(**shape, dtype=torch.bfloat16, bos_token_id=None, eos_token_id=end)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(directory)
@@ -58,7 +59,8 @@ def write_checkpoint(directory: Path, shape: dict[str, Any]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     last = f"t{shape['vocab_size'] - 1}"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=last, pad_token=last).save_pretrained(directory)
+    special = {"pad_token": last} if endless else {"pad_token": last, "eos_token": last}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
 
 
 def write_run(directory: Path, options: argparse.Namespace) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "transformers", "trl", "stretto")
+_PACKAGES = ("torch", "transformers", "trl", "sglang", "vllm", "megatron-core", "stretto")
 
 
 def write_result(name: str, data: dict[str, Any], results: Path | None = None) -> Path:
@@ -20,9 +20,8 @@ def write_result(name: str, data: dict[str, Any], results: Path | None = None) -
 
     $STRETTO_RESULTS names another directory than benchmarks/results.
     """
-    directory = results or Path(os.environ.get("STRETTO_RESULTS", RESULTS))
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{name}.json"
+    path = _path(name, results)
+    path.parent.mkdir(parents=True, exist_ok=True)
     where = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),
@@ -31,6 +30,20 @@ def write_result(name: str, data: dict[str, Any], results: Path | None = None) -
     }
     path.write_text(json.dumps(where | data, indent=1) + "\n")
     return path
+
+
+def earlier_result(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """What `write_result` wrote under `name` when its `settings` were the same: a measurement in parts goes on there.
+
+    Empty when there is none.
+    """
+    path = _path(name, None)
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    return found if found.get("settings") == settings else {}
+
+
+def _path(name: str, results: Path | None) -> Path:
+    return (results or Path(os.environ.get("STRETTO_RESULTS", RESULTS))) / f"{name}.json"
 
 
 def machine() -> dict[str, Any]:
