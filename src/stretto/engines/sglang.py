@@ -116,7 +116,8 @@ ServerArgs.add_cli_args(parser)
             "top_k": sampling.top_k or -1,
             "min_p": sampling.min_p,
             "sampling_seed": part_seed(part.seed, 0),
-            "ignore_eos": True,  # the checkpoint's; ours are among the stop ids
+            # It would ignore the stop ids as well; its own ends of a sequence are among ours.
+            "ignore_eos": not part.stop_ids,
             "stop_token_ids": list(part.stop_ids),
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,

@@ -23,6 +23,7 @@ from stretto.orchestration.rollouts import Scored, Watch
 from stretto.orchestration.selection import check_failures, enqueue, take_batch
 from stretto.orchestration.sources import SampleSource
 from stretto.orchestration.switch import Switch
+from stretto.orchestration.verification import Verification
 from stretto.sync.publication import Publisher
 from stretto.telemetry.runlog import RunLog
 from stretto.trainers import StepReport, Trainer
@@ -69,6 +70,7 @@ class Parts:
     source: SampleSource
     publisher: Publisher | None
     switch: Switch | None
+    verification: Verification | None
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
     tokenizer: Any
@@ -127,6 +129,7 @@ class ColocatedRun:
             **measure.token_metrics(self._queue, self._world),
             "train/skipped_steps": report.bad_updates,
             **self._moved(moved),
+            **self._verify(step + 1),
             "sync/version": step + 1,
             **self._memory(step + 1),
             "tokens/step": self._world.sum([self._queue.tokens.generated - before])[0],
@@ -142,6 +145,14 @@ class ColocatedRun:
             gib = 2**30
             self._parts.watch.progress.note(f"memory: peak {peak / gib:.2f} GiB, forecast {expected / gib:.2f} GiB")
         return {"memory/peak_bytes": peak, "memory/forecast_bytes": expected}
+
+    def _verify(self, number: int) -> dict[str, float]:
+        """Whether the engine has what was published, when it is time to look."""
+        verification = self._parts.verification
+        if verification is None or not verification.due(number):
+            return {}
+        with self._parts.watch.timer("verify"):
+            return verification.run(number)
 
     def _moved(self, moved: Sequence[int]) -> dict[str, float]:
         """Bytes of the step's publication over all ranks, and those of a full one where they may differ."""

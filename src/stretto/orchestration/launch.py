@@ -113,13 +113,15 @@ def _run(
             trainer.load(checkpoints.path(progressed.step) / "state")
         log = stack.enter_context(_open_log(run_dir, config, progressed)) if world.first else None
         progress = stack.enter_context(open_progress(config.steps, enabled=world.first))
+        publisher = _publisher(live, trainer, stack)
         parts = Parts(
             config=config,
             world=world,
             trainer=trainer,
             source=_source(recorded, live),
-            publisher=_publisher(live, trainer, stack),
+            publisher=publisher,
             switch=live.switch if live else None,
+            verification=live.verification(trainer, publisher) if live and publisher else None,
             evaluator=live.evaluator() if live else None,
             checkpoints=checkpoints,
             tokenizer=model.tokenizer,

@@ -15,6 +15,7 @@ from stretto.orchestration.rollouts import RolloutPhase
 from stretto.orchestration.room import Room, free_bytes, room_for, sizes_of
 from stretto.orchestration.sources import LiveSource
 from stretto.orchestration.switch import Switch
+from stretto.orchestration.verification import Verification
 from stretto.rewards import RewardPool
 from stretto.sync.publication import Publisher
 from stretto.trainers import Trainer
@@ -52,6 +53,10 @@ class Live:
     def publisher(self, trainer: Trainer) -> Publisher:
         """What brings the trainer's weights into the engine."""
         return Publisher(self.engine, connect(trainer, self.engine, self.config, self.world))
+
+    def verification(self, trainer: Trainer, publisher: Publisher) -> Verification:
+        """What looks whether the engine has the trainer's weights."""
+        return Verification(self.config, self.world, self.data.train[0], self.engine, trainer, publisher)
 
     def source(self) -> LiveSource:
         """Samples for training."""

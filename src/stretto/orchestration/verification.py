@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 import torch
 
 from stretto.config import RunConfig
@@ -19,15 +17,6 @@ _NEW_TOKENS = 16
 _BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.06}
 """Largest mean |difference| of log-probs that rounding explains; a wrong tensor gives far more."""
 _PROBE_ID = 0
-
-
-@runtime_checkable
-class Rereading(Protocol):
-    """A transport that can compare what the engine holds with what the trainer has."""
-
-    def reread(self, number: int) -> list[str]:
-        """The engine's tensors, among those whose turn it is, that have other bits. All ranks call together."""
-        ...
 
 
 class Verification:
@@ -47,11 +36,8 @@ class Verification:
 
     def run(self, number: int) -> dict[str, float]:
         """The metrics. Raises RunError, on every rank, beyond the bound or when a tensor differs."""
-        wrong: list[str] = []
-        if isinstance(self._publisher.transport, Rereading):
-            wrong = sorted(
-                {name for part in self._world.gather(self._publisher.transport.reread(number)) for name in part}
-            )
+        parts = self._world.gather(self._publisher.reread(number))
+        wrong = sorted({name for part in parts for name in part})
         total, count, most = self._difference()
         total, count = self._world.sum([total, count])
         mean, (most,) = total / count, self._world.max([most])

@@ -50,6 +50,15 @@ class Sparing(Protocol):
     """Bytes that the last transfer would have moved if it had sent all of them."""
 
 
+@runtime_checkable
+class Rereading(Protocol):
+    """What a transport has besides that can compare what an engine holds with what the trainer has."""
+
+    def reread(self, number: int) -> list[str]:
+        """The tensors, among those whose turn it is, that have other bits. All trainer ranks call together."""
+        ...
+
+
 class Publisher:
     """Publishes versions into one engine; the engine serves the old version or the new one, never a mixture.
 
@@ -93,6 +102,13 @@ class Publisher:
             raise
         self._engine.commit(version)
         return moved
+
+    def reread(self, number: int) -> list[str]:
+        """Tensors of the engine that are not what the trainer has, of a sample that changes with `number`.
+
+        None where the transport cannot tell. All trainer ranks call together.
+        """
+        return self._transport.reread(number) if isinstance(self._transport, Rereading) else []
 
     def cancel(self) -> None:
         """Give up what `open` began, before anything was written: the engine serves the old version on.

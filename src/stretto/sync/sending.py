@@ -21,6 +21,21 @@ class Sending(Protocol):
         ...
 
 
+def sending(
+    parts: list[Part],
+    process: int,
+    weights: Callable[[], Mapping[str, Tensor]],
+    stream: Callable[[], Iterable[tuple[str, Tensor]]] | None,
+    link: Link,
+    *,
+    checksums: bool = False,
+) -> Sending:
+    """What sends the parts: from the stream when the trainer has one, else from its tensors."""
+    if stream is not None:
+        return FromStream(parts, process, stream, link, checksums=checksums)
+    return FromTensors(parts, process, weights, link, checksums=checksums)
+
+
 class FromTensors:
     """The trainer holds its layout's tensors."""
 

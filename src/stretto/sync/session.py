@@ -17,7 +17,8 @@ from stretto.sync.layout import Layout
 from stretto.sync.links import JoinedLink, Link, SharedSender
 from stretto.sync.plan import Plan
 from stretto.sync.receivers import Door, Enterable, Receivers, Terms
-from stretto.sync.sending import FromStream, FromTensors, Sending
+from stretto.sync.reread import sample_of
+from stretto.sync.sending import Sending, sending
 from stretto.sync.windows import parts_of
 from stretto.world import World
 
@@ -69,11 +70,13 @@ class Session:
 
     def __init__(self, world: World, source: Source, destination: Destination, options: Options):
         self._world, self._options = world, options
+        self._source, self._direct = source, destination.direct
+        self._first = 0
         key = bytes.fromhex(world.from_first(secrets.token_hex(16)))
         door = Door(key)
         senders = world.gather(door.address)
         leads = world.gather(destination.engine is not None)
-        first = sum(leads[: world.rank]) * destination.ranks_each
+        first = self._first = sum(leads[: world.rank]) * destination.ranks_each
         self.receivers = (
             Receivers(destination.engine, destination.ranks_each, first, senders, key, options.timeout_s)
             if destination.engine is not None
@@ -83,7 +86,7 @@ class Session:
         self._store: TCPStore | None = None
         try:
             self.call_in()
-            self.refused = self._inspect(destination.direct)
+            self._unlike, self.refused = self._inspect()
             terms = self._terms(source)
             self.sending = self._connect(door, source, destination, terms, first)
             self.let_go()
@@ -100,6 +103,25 @@ class Session:
     def let_go(self) -> None:
         """Let the engines go on."""
         self._on_every_rank(lambda receivers: receivers.end())
+
+    def reread(self, number: int) -> list[str]:
+        """The tensors of the engines led from here, among those whose turn it is, that are not what the trainer has.
+
+        None are compared where the parameters are not those of the layout for direct writes. The ranks are called in.
+        """
+        if self._unlike:
+            return []
+        assert self._link is not None, "the session is made"
+        ranks = self._direct.ranks
+        plan = Plan.of(self._source.layout, self._direct, [self._world.size + rank for rank in range(ranks)])
+        part = sample_of(plan, number)
+        if self.receivers is not None:
+            mine = range(self._first, self._first + self.receivers.count)
+            self.receivers.ask("reread", [(part, self._world.size + rank) for rank in mine])
+        sending([part], self._world.rank, self._source.weights, self._source.stream, self._link).run()
+        found: list[str] = []
+        self._on_every_rank(lambda receivers: found.extend(name for one in receivers.answers("reread") for name in one))
+        return found
 
     def hang_up(self) -> None:
         """Close the way of the buckets: whoever waits for one hears of it at once."""
@@ -122,21 +144,25 @@ class Session:
         if said := [one for one in self._world.gather(error) if one]:
             raise RuntimeError("; ".join(said))
 
-    def _inspect(self, direct: Layout) -> list[str]:
-        """Why not every rank's parameters can be written directly."""
-        if self._options.write == "loader":
-            return ['sync.write is "loader"']
-        reasons: list[str] = []
+    def _inspect(self) -> tuple[list[str], list[str]]:
+        """How the engines' parameters differ from the layout for direct writes, and why there are none."""
+        unlike: list[str] = []
+        derived: list[str] = []
 
         def ask(receivers: Receivers) -> None:
-            receivers.ask("inspect", [direct] * receivers.count)
-            reasons.extend(line for lines in receivers.answers("inspect") for line in lines)
+            receivers.ask("inspect", [self._direct] * receivers.count)
+            for differences, reasons in receivers.answers("inspect"):
+                unlike.extend(differences)
+                derived.extend(reasons)
 
         self._on_every_rank(ask)
-        found = sorted({line for lines in self._world.gather(reasons) for line in lines})
+        unlike, derived = (_together(self._world, lines) for lines in (unlike, derived))
+        if self._options.write == "loader":
+            return unlike, ['sync.write is "loader"']
+        found = [*unlike, *derived]
         if found and self._options.write == "direct":
             raise ValueError('sync.write = "direct", but the engine cannot be written so: ' + "; ".join(found[:5]))
-        return found
+        return unlike, found
 
     def _terms(self, source: Source) -> Terms:
         write = "loader" if self.refused else "direct"
@@ -164,10 +190,8 @@ class Session:
         link = self._link = self._make_link(door, numbers, terms)
         self._on_every_rank(lambda receivers: receivers.answers("connect"))
         parts = parts_of(plan, windowed=terms.windows)
-        rank, checksums = self._world.rank, self._options.checksums
-        if source.stream is not None:
-            return FromStream(parts, rank, source.stream, link, checksums=checksums)
-        return FromTensors(parts, rank, source.weights, link, checksums=checksums)
+        checksums = self._options.checksums
+        return sending(parts, self._world.rank, source.weights, source.stream, link, checksums=checksums)
 
     def _make_link(self, door: Door, numbers: Sequence[int], terms: Terms) -> Link:
         device, options = self._world.device, self._options
@@ -183,6 +207,11 @@ class Session:
             timeout_s=options.timeout_s,
             store=self._store,
         )
+
+
+def _together(world: World, lines: list[str]) -> list[str]:
+    """The lines of all ranks, each once."""
+    return sorted({line for part in world.gather(lines) for line in part})
 
 
 def _meet(door: Door, numbers: Sequence[int], timeout_s: float) -> dict[int, Connection]:

@@ -92,6 +92,7 @@ METRICS: dict[str, Metric] = {
     "sync/verify_logprob_diff_max": Metric("Largest verified difference", "The largest of those differences."),
     "time/switch": Metric("Switch", "Seconds that a device's memory took to change hands between trainer and server."),
     "time/sync": Metric("Sync", "Seconds spent publishing weights."),
+    "time/verify": Metric("Verify", "Seconds spent on comparing the engine's weights with the trainer's."),
     "time/eval": Metric("Evaluation", "Seconds spent evaluating."),
     "time/checkpoint": Metric("Checkpoint", "Seconds spent saving."),
     "time/step": Metric(

@@ -21,7 +21,8 @@ from stretto.sync.links import JoinedLink, Link, SharedReceiver
 from stretto.sync.plan import Plan
 from stretto.sync.receivers import Terms
 from stretto.sync.receiving import Direct, Loading, Receiving
-from stretto.sync.windows import parts_of
+from stretto.sync.reread import differing
+from stretto.sync.windows import Part, parts_of
 
 _OPEN: dict[str, Receiver] = {}
 
@@ -86,12 +87,13 @@ class Receiver:
         if self._link is not None:
             self._link.close()
 
-    def _inspect(self, layout: Layout) -> list[str]:
-        """Why the weights of this rank cannot be written directly, by a layout of what the engine should hold."""
+    def _inspect(self, layout: Layout) -> tuple[list[str], list[str]]:
+        """What differs between the weights of this rank and a layout of what it should hold, and why beside that they
+        cannot be written directly.
+        """
         expected = layout.local(self._rank)
         named = {name: tensor for name, tensor in self._held().items() if name in expected}
-        missing = tensor_differences(layout, self._rank, named)
-        return [*missing, *self._inside.derived()]
+        return tensor_differences(layout, self._rank, named), self._inside.derived()
 
     def _connect(self, argument: tuple[Plan, int, Terms]) -> None:
         """Take the plan, in which this is process `number`, and meet the senders."""
@@ -122,6 +124,12 @@ class Receiver:
             return self._receiving.run(), True, None
         except Exception as error:
             return 0, self._receiving.touched, told(error)
+
+    def _reread(self, argument: tuple[Part, int]) -> list[str]:
+        """The tensors, among those of a part of the plan for direct writes, that are not what is sent now."""
+        part, number = argument
+        assert self._link is not None, "connect comes first"
+        return differing(part, number, self._rank, self._held(), link=self._link, source={})
 
     def _held(self) -> dict[str, Tensor]:
         model = self._inside.model

@@ -62,6 +62,19 @@ class EngineTransport:
     def verify(self) -> None:
         """Nothing more: every rank has verified what it received before it answered."""
 
+    def reread(self, number: int) -> list[str]:
+        """The tensors of the engines led from here that are not what the trainer has, of those whose turn it is.
+
+        All ranks call together. Raises RuntimeError when an engine does not answer.
+        """
+        if self._session is None:
+            raise RuntimeError("there is no publication to verify")
+        self._session.call_in()
+        try:
+            return self._session.reread(number)
+        finally:
+            self._session.let_go()
+
     def close(self) -> None:
         """End the session."""
         if self._session is not None:

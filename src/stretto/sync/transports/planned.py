@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stretto.sync.execute import EXTRA_BYTES, Execution, over_group
 from stretto.sync.plan import Plan
+from stretto.sync.reread import differing, sample_of
 from stretto.types import Version
 
 
@@ -30,9 +31,9 @@ class PlannedTransport:
         checksums: bool = False,
     ):
         self.name = "collective" if plan.moved_bytes else "local"
-        self._target = target
+        self._plan, self._rank, self._source, self._target = plan, rank, source, target
         self._addresses = {name: tensor.data_ptr() for name, tensor in target.items()}
-        link = over_group(plan, device=device, extra_bytes=extra_bytes)
+        link = self._link = over_group(plan, device=device, extra_bytes=extra_bytes)
         self._execution = Execution(
             plan, rank, lambda: {rank: source()}, lambda: {rank: target}, link=link, checksums=checksums and bool(link)
         )
@@ -52,6 +53,14 @@ class PlannedTransport:
         for name, address in self._addresses.items():
             if self._target[name].data_ptr() != address:
                 raise RuntimeError(f"{name} of the engine has moved to another address")
+
+    def reread(self, number: int) -> list[str]:
+        """The engine's tensors, of those whose turn it is, that are not what the trainer has.
+
+        All ranks call together.
+        """
+        part, rank = sample_of(self._plan, number), self._rank
+        return differing(part, rank, rank, self._target, link=self._link, source={rank: self._source()})
 
     def close(self) -> None:
         """Nothing to let go of."""

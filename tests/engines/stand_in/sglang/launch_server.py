@@ -51,7 +51,7 @@ class Server:
                 return ids, {"type": "abort", "message": "Aborted"}
             assert not self.paused, "a token was computed while paused"
             ids.append(faults.token(sampling["sampling_seed"], len(asked["input_ids"]) + len(ids)))
-            if ids[-1] in sampling["stop_token_ids"]:
+            if not sampling["ignore_eos"] and ids[-1] in sampling["stop_token_ids"]:  # it ignores both or neither
                 return ids, {"type": "stop", "matched": ids[-1]}
         return ids, {"type": "length", "length": len(ids)}
 
