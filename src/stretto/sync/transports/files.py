@@ -121,15 +121,15 @@ class FilesTransport:
     def _pack(self, version: Version) -> tuple[Packed, Sequence[Place]]:
         """The parcel, and where each engine finds it."""
         packed: list[tuple[Packed, Sequence[Place]]] = []
-        windows = iter(self._windows)
+        gathered = iter(self._windows)
 
         def pack() -> None:
             if self._packer is not None and self._shelf is not None:
-                made = self._packer.pack(version, windows)
+                made = self._packer.pack(version, gathered)
                 packed.append((made, self._shelf.places(self._engines)))
 
         def gather_on() -> None:
-            for _ in windows:  # to the end whatever became of the parcel: the other ranks do so too
+            for _ in gathered:  # to the end whatever became of the parcel: the other ranks do so too
                 pass
 
         self._everywhere(pack, gather_on)
