@@ -18,6 +18,8 @@ CURVES = {
     "sync_seconds": "sync/seconds",
     "step_seconds": "time/step",
 }
+FULL = "sync/full_bytes"
+"""What a publication that may send less would have sent."""
 
 
 def read_curves(metrics: Path) -> dict[str, Any]:
@@ -26,7 +28,8 @@ def read_curves(metrics: Path) -> dict[str, Any]:
     steps = [line for line in lines if line["step"] > 0]
     scores = [line["eval/score"] for line in lines if "eval/score" in line]
     curves: dict[str, Any] = {name: [_rounded(step[key]) for step in steps] for name, key in CURVES.items()}
-    return {"held_out": [_rounded(scores[0]), _rounded(scores[-1])], **curves}
+    full = [_rounded(step[FULL]) for step in steps if FULL in step]
+    return {"held_out": [_rounded(scores[0]), _rounded(scores[-1])], **curves, **({"full_bytes": full} if full else {})}
 
 
 def compare(runs: Mapping[str, Mapping[str, Any]], reference: str, other_seed: str) -> dict[str, Any]:
@@ -41,6 +44,9 @@ def compare(runs: Mapping[str, Mapping[str, Any]], reference: str, other_seed: s
         "level": levels,
         "mismatch_kl_mean": {name: statistics.fmean(run["mismatch_kl"]) for name, run in runs.items()},
         "mismatch_kl_max": {name: max(run["mismatch_kl"]) for name, run in runs.items()},
+        "sent_share": {
+            name: sum(run["sync_bytes"]) / sum(run["full_bytes"]) for name, run in runs.items() if "full_bytes" in run
+        },
     }
     if {reference, other_seed} <= runs.keys():
         rewards = {name: run["reward"] for name, run in runs.items()}

@@ -23,8 +23,7 @@ from typing import Any
 
 from record import earlier_result, write_result
 from step_work import MODEL, Work, work_of, write_model
-
-from sync import say
+from sync_work import say
 
 ORDER = ("server", "trl", "embedded")
 

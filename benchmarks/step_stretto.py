@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from step_work import MODEL, PHASES, Work, told
+from sync_work import SERVER, say
 
 import stretto
 from stretto.config import RunConfig, config_from_dict
@@ -25,13 +26,13 @@ from stretto.orchestration.engines import open_engine
 from stretto.orchestration.model import Model
 from stretto.types import Request, Sampling
 from stretto.world import join_world, leave_world
-from sync import SERVER, say
 
 BARE = "bare"
 REWARD = f"{Path(__file__).resolve().with_name('step_vs_trl.py')}:odd_digits"
 OPTIONS: dict[str, dict[str, Any]] = {
     # Beside the server there has to be room for the trainer's activations: 0.25 holds three times this batch's KV.
-    "sglang": SERVER["sglang"] | {"mem_fraction_static": 0.25, "cuda_graph_max_bs_decode": 256},
+    "sglang": SERVER["sglang"]
+    | {"mem_fraction_static": 0.25, "cuda_graph_max_bs_decode": 256, "disable_prefill_cuda_graph": True},
     "vllm": SERVER["vllm"],
 }
 

@@ -65,6 +65,11 @@ class EngineRanks:
         self.pipes[rank].send(("addresses", None))
         return self.pipes[rank].recv()
 
+    def change(self, rank: int, name: str) -> None:
+        """Something else than a publication writes into a tensor."""
+        self.pipes[rank].send(("change", name))
+        self.pipes[rank].recv()
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()
@@ -101,6 +106,9 @@ def _rank(
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
             pipe.send(error)
+        elif command == "change":
+            held[argument].view(-1)[0] += 1
+            pipe.send(None)
         elif command == "tensors":
             pipe.send({name: one.float().numpy() for name, one in held.items()})
         else:

@@ -18,10 +18,11 @@ from test_execute import WEIGHTS, shifted
 from torch import Tensor
 
 from ranks import Ranks
-from stretto.sync import windows
+from stretto.sync import reread, windows
 from stretto.sync.layout import Atoms
 from stretto.sync.layouts import EngineSizes, loader_layout
 from stretto.sync.links import SharedReceiver, SharedSender
+from stretto.sync.plan import Plan
 from stretto.sync.session import Destination, Options, Source
 from stretto.sync.transports import EngineTransport
 from stretto.types import Version
@@ -98,6 +99,31 @@ def test_every_rank_of_an_engine_gets_its_shards_at_their_addresses(
         )
         assert wrong(engine, engine_tensors(step)) == []
     assert [engine.addresses(rank) for rank in range(2)] == addresses
+
+
+@pytest.mark.parametrize("kind", ["ipc", "collective"])
+@pytest.mark.parametrize("derived", [(), ("lm_head is packed",)])
+def test_a_tensor_with_another_value_is_found_when_its_turn_comes(
+    opened: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Literal["ipc", "collective"],
+    derived: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(reread, "SAMPLE_BYTES", 256)
+    engine = EngineRanks(engine_tensors(1), derived=derived)
+    opened.append(engine)
+    source, options = trainer(Side("fsdp", 1), 0, lambda: 1), Options(kind, "auto", 4096, False, 30.0)
+    transport = EngineTransport(ALONE, source, destination(engine), options)
+    opened.append(transport)
+    assert bool(transport.refused) == bool(derived)
+    rounds = len(windows.windows(Plan.of(source.layout, ENGINE.layout(ATOMS), [1, 2]), 256))
+    assert rounds > 2
+    assert [name for number in range(rounds) for name in transport.reread(number)] == []
+    changed = sorted(engine_tensors(1)[1])[::3]
+    for name in changed:
+        engine.change(1, name)
+    assert sorted(name for number in range(rounds) for name in transport.reread(number)) == changed
+    assert [name for number in range(rounds) for name in transport.reread(rounds + number)] != []
 
 
 def test_an_engine_with_derived_tensors_gets_whole_ones_through_its_loader(
