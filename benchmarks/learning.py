@@ -7,8 +7,9 @@ The task is reasoning_gym's chain_sum with two terms of one or two digits, as tw
 throughout, or with three terms, it would be 0.05, with one digit 0.7, and as a chat next to nothing.
 
 Every run has the same configuration, prompts and seed but for one with another seed, which says how far two equal
-runs are apart. The server is SGLang's, one for all of them; *delta* publishes through files, only what changed. Every tenth
-publication is compared with the trainer's weights and log-probs, a parcel of a delta always. `$STRETTO_RESULTS/learning.json` is written after every run, and keeps those of earlier calls with `--runs`.
+runs are apart. The server is SGLang's, one for all of them; *delta* publishes through files, only what changed. Every
+tenth publication is compared with the trainer's weights and log-probs; each tensor of a delta has a digest.
+`$STRETTO_RESULTS/learning.json` is written after every run, and keeps those of earlier calls with `--runs`.
 """
 
 from __future__ import annotations

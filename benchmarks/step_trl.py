@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from step_vs_trl import odd_digits
 from step_work import MODEL, Work, told
-
-from sync import say
+from sync_work import say
 
 CACHES = ("dynamic", "static")
 # 32 rows of 640 tokens keep about 60 GB of activations; twice as many would not be sure to fit.
