@@ -213,6 +213,16 @@ def test_a_corrupted_bucket_is_refused_by_its_name(opened: list[Any], monkeypatc
     assert wrong(engine, engine_tensors(1)) == []
 
 
+def test_a_loader_that_moves_a_parameter_is_named_for_captured_graphs_would_miss_it(opened: list[Any]) -> None:
+    engine = whole_engine(moves=True)
+    opened.append(engine)
+    transport = EngineTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: 1), destination(engine), OPTIONS)
+    opened.append(transport)
+    with pytest.raises(RuntimeError, match=r"engine rank 0.*moved parameters to other addresses: [\w.]+"):
+        transport.transfer(Version(0, 1))
+    assert transport.touched
+
+
 @pytest.mark.parametrize("buckets", range(1, 8))
 def test_slots_are_free_again_after_any_number_of_buckets(buckets: int) -> None:
     """The answers of a receiver come in the order of its buckets, of which either slot may have the last."""
