@@ -154,8 +154,10 @@ def test_two_ranks_of_a_trainer_send_what_each_has(pair: Ranks, write: str, kind
     assert pair.run(from_two_ranks, Side("fsdp", 2), write, kind) == [[], []]
 
 
-def test_a_trainer_whose_weights_are_missing_writes_nothing(opened: list[Any]) -> None:
-    engine = EngineRanks(engine_tensors(7))
+@pytest.mark.parametrize("write", ["direct", "loader"])
+def test_a_trainer_whose_weights_are_missing_writes_nothing(opened: list[Any], write: str) -> None:
+    held = {"direct": engine_tensors, "loader": lambda seed: [files(seed), files(seed)]}[write]
+    engine = EngineRanks(held(7), derived=("lm_head is packed",) if write == "loader" else ())
     opened.append(engine)
     good = trainer(Side("fsdp", 1), 0, lambda: 1)
     broken = False
@@ -166,10 +168,10 @@ def test_a_trainer_whose_weights_are_missing_writes_nothing(opened: list[Any]) -
     with pytest.raises(RuntimeError, match=r"publication of .* failed.*has no tensor"):
         transport.transfer(Version(0, 1))
     assert not transport.touched, "the old version may serve on"
-    assert wrong(engine, engine_tensors(7)) == []
+    assert wrong(engine, held(7)) == []
     broken = False
     transport.transfer(Version(0, 2))
-    assert wrong(engine, engine_tensors(1)) == [], "and the next publication goes through"
+    assert wrong(engine, held(1)) == [], "and the next publication goes through"
 
 
 def test_an_engine_rank_that_dies_midway_is_named_and_may_be_mixed(opened: list[Any]) -> None:
