@@ -56,7 +56,12 @@ def smollm2_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from stretto.models.checkpoint import resolve
 
     directory = tmp_path_factory.mktemp("smollm2-cut")
-    source = resolve("smollm2")
+    try:
+        source = resolve("smollm2")
+    except ValueError as error:
+        if "STRETTO_SGLANG_PYTHON" not in os.environ:
+            raise
+        pytest.skip(f"a GPU machine without a network: {error}")
     model = AutoModelForCausalLM.from_pretrained(source, num_hidden_layers=4)
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(source).save_pretrained(directory)

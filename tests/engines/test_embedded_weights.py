@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_helpers import (
     DEADLINE_S,
+    Bound,
     Factory,
     Served,
     assert_logprobs,
@@ -137,8 +138,8 @@ def test_a_cast_rounds_once(tiny_model: Path) -> None:
     completion = run(engine, request(0, tuple(range(2, 30)), (1, 2)))[0, 1]
     rounded = load_model(tiny_model, torch.float32)
     rounded.load_state_dict({name: tensor.float() for name, tensor in engine.weights().items()}, strict=False)
-    served = Served(engine, rounded.eval(), publisher, None)
-    assert_logprobs(served, request(0, tuple(range(2, 30)), (1, 2)), completion, tolerance=0.3)
+    served = Served(engine, rounded.eval(), publisher, None, bound=Bound(each=0.3))
+    assert_logprobs(served, request(0, tuple(range(2, 30)), (1, 2)), completion)
 
 
 @pytest.mark.parametrize("serve", [serve_alias, serve_local])

@@ -17,7 +17,7 @@ from engine_helpers import DEADLINE_S, request, run
 
 from stretto.engines import EngineError
 from stretto.engines.seeds import part_seed
-from stretto.engines.sglang import SglangEngine
+from stretto.engines.sglang import Sglang, SglangEngine
 from stretto.models.checkpoint import load_tokenizer
 from stretto.types import Completion, FinishReason, Request, Version, VersionSpan
 
@@ -236,6 +236,14 @@ def test_stop_strings_need_the_servers_tokenizer(servers: Any) -> None:
         engine.generate([request(0, (5,), stop=("x",))], deadline_s=1.0)
     assert len(run(engine, request(0, (5,)))) == 1
     engine.close()
+
+
+def test_min_p_is_refused_in_the_deterministic_mode_whose_scheduler_it_would_end() -> None:
+    sampling = request(0, (5,), min_p=0.1).sampling
+    said = Sglang(tp=1, options={"enable_deterministic_inference": True}).wrong_sampling(sampling)
+    assert said is not None
+    assert "leave out engine.sglang.enable_deterministic_inference" in said
+    assert Sglang(tp=1, options={}).wrong_sampling(sampling) is None
 
 
 def test_a_seed_and_a_position_say_everything_of_a_parts_seed() -> None:

@@ -12,35 +12,36 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import DEADLINE_S, filtered_by_transformers, reference_logits, reference_logprobs, request, run
+from servers import QUICK, processes_of, vllm, worker_of
 from test_server_process import all_gone
-from vllm_servers import QUICK, vllm_engine
 
 from stretto.engines import EngineError
+from stretto.engines.server import ServerEngine
 from stretto.engines.server.options import command_line, installed_options
-from stretto.engines.vllm import Vllm, VllmEngine
+from stretto.engines.vllm import Vllm
 from stretto.models.checkpoint import load_model
 from vllm_here import vllm_python
 
 
 @pytest.fixture(scope="module")
-def engine(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+def engine(deep_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerEngine]:
     """Started for filters, without our code inside."""
     log = tmp_path_factory.mktemp("vllm-filters") / "server.log"
-    engine = vllm_engine(wide_model, filters=True, receiver=False, log=log)
+    engine = vllm().start(deep_model, filters=True, receiver=False, log=log)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def reference(wide_model: Path) -> Any:
-    return load_model(wide_model, torch.float32).eval()
+def reference(deep_model: Path) -> Any:
+    return load_model(deep_model, torch.float32).eval()
 
 
 @pytest.mark.parametrize(
     "filters", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 12, "top_p": 0.8, "min_p": 0.05}], ids=str
 )
 def test_filters_choose_tokens_but_logprobs_are_of_the_whole_distribution(
-    engine: VllmEngine, reference: Any, filters: dict[str, Any]
+    engine: ServerEngine, reference: Any, filters: dict[str, Any]
 ) -> None:
     one = request(0, range(5, 14), range(8), max_new_tokens=12, **filters)
     for completion in run(engine, one).values():
@@ -53,7 +54,7 @@ def test_filters_choose_tokens_but_logprobs_are_of_the_whole_distribution(
 
 @pytest.mark.parametrize(("temperature", "refused"), [(0.7, True), (1.0, False), (0.0, False)])
 def test_log_probs_at_a_temperature_with_filters_are_refused_with_what_to_do(
-    engine: VllmEngine, reference: Any, temperature: float, refused: bool
+    engine: ServerEngine, reference: Any, temperature: float, refused: bool
 ) -> None:
     one = request(7, range(5, 14), temperature=temperature, top_p=0.9)
     if refused:
@@ -80,20 +81,20 @@ def test_options_are_those_of_the_installed_version() -> None:
         command_line({"enforce_egar": True}, {}, known, "engine.vllm")
 
 
-def test_an_option_that_the_server_refuses_is_in_the_error(wide_model: Path, tmp_path: Path) -> None:
+def test_an_option_that_the_server_refuses_is_in_the_error(deep_model: Path, tmp_path: Path) -> None:
     options = {**QUICK, "max_num_batched_tokens": -5}
     with pytest.raises(
         EngineError, match=r"(?s)vLLM ended with exit code .* before it served; .*max_num_batched_tokens"
     ):
-        vllm_engine(wide_model, options=options, log=tmp_path / "server.log")
+        vllm().start(deep_model, options=options, log=tmp_path / "server.log")
 
 
-def test_entering_a_server_without_our_code_is_an_error(engine: VllmEngine) -> None:
+def test_entering_a_server_without_our_code_is_an_error(engine: ServerEngine) -> None:
     with pytest.raises(EngineError, match=r"answered 500: .*stretto_enter"):
         engine.enter("{}", 10.0)
 
 
-def generating(engine: VllmEngine) -> tuple[threading.Thread, list[BaseException]]:
+def generating(engine: ServerEngine) -> tuple[threading.Thread, list[BaseException]]:
     """Generates in a thread; the list gets what it raises."""
     raised: list[BaseException] = []
     requests = [request(0, range(5, 14), max_new_tokens=1), request(1, range(5, 14), range(4), max_new_tokens=440)]
@@ -112,30 +113,18 @@ def generating(engine: VllmEngine) -> tuple[threading.Thread, list[BaseException
     return thread, raised
 
 
-def descendants(root: int) -> list[int]:
-    from stretto.engines.server.launcher import _descendants
-
-    return _descendants(root)
-
-
-def worker_of(processes: list[int]) -> int:
-    """The process that computes."""
-    return next(one for one in processes if "Worker" in Path(f"/proc/{one}/cmdline").read_text())
-
-
 def segments_of(processes: list[int]) -> set[Path]:
     """Shared memory that they have mapped."""
     lines = [line for one in processes for line in Path(f"/proc/{one}/maps").read_text().splitlines()]
     return {Path(line.split()[5]) for line in lines if "/dev/shm/" in line}
 
 
-def test_a_server_that_is_killed_in_a_generation_is_named_and_leaves_nothing(engine: VllmEngine) -> None:
+def test_a_server_that_is_killed_in_a_generation_is_named_and_leaves_nothing(engine: ServerEngine) -> None:
     """The last of this file, for its server is gone then."""
-    assert engine.process is not None
-    processes = descendants(engine.process.id)
+    processes = processes_of(engine)
     segments = segments_of(processes)
     thread, raised = generating(engine)
-    os.kill(worker_of(processes), signal.SIGKILL)
+    os.kill(worker_of(engine), signal.SIGKILL)
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
     assert "vLLM at http" in str(raised[0])

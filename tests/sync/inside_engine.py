@@ -25,9 +25,19 @@ class Bare(nn.Module):
 
 
 class EngineRanks:
-    """`count` processes; meets `stretto.sync.receivers.Enterable`. Each holds the tensors that it is given."""
+    """Processes that meet `stretto.sync.receivers.Enterable`. Each holds the tensors that it is given.
 
-    def __init__(self, tensors: list[dict[str, Tensor]], *, derived: tuple[str, ...] = (), window: int | None = None):
+    With `moves`, their loader puts what arrives in the place of a parameter, in other memory.
+    """
+
+    def __init__(
+        self,
+        tensors: list[dict[str, Tensor]],
+        *,
+        derived: tuple[str, ...] = (),
+        window: int | None = None,
+        moves: bool = False,
+    ):
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -37,7 +47,8 @@ class EngineRanks:
                 name: one.numpy() if one.dtype != torch.bfloat16 else one.float().numpy() for name, one in held.items()
             }
             dtypes = {name: str(one.dtype).removeprefix("torch.") for name, one in held.items()}
-            process = context.Process(target=_rank, args=(there, rank, numbers, dtypes, derived, window), daemon=True)
+            arguments = (there, rank, numbers, dtypes, derived, window, moves)
+            process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -83,6 +94,7 @@ def _rank(
     dtypes: dict[str, str],
     derived: tuple[str, ...],
     window: int | None,
+    moves: bool,
 ) -> None:
     from stretto.engines.inside.base import Inside
     from stretto.engines.inside.receiver import enter
@@ -94,9 +106,12 @@ def _rank(
 
     def load(named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
+            if moves:
+                bare.tensors[name] = tensor
             held[name].copy_(tensor)
 
-    inside = Inside(Bare(held), rank, torch.device("cpu"), lambda: list(derived), load)
+    bare = Bare(held)
+    inside = Inside(bare, rank, torch.device("cpu"), lambda: list(derived), load)
     while True:
         command, argument = pipe.recv()
         if command == "enter":

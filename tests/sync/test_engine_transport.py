@@ -180,8 +180,10 @@ def test_two_ranks_of_a_trainer_send_what_each_has(pair: Ranks, write: str, kind
     assert pair.run(from_two_ranks, Side("fsdp", 2), write, kind) == [[], []]
 
 
-def test_a_trainer_whose_weights_are_missing_writes_nothing(opened: list[Any]) -> None:
-    engine = EngineRanks(engine_tensors(7))
+@pytest.mark.parametrize("write", ["direct", "loader"])
+def test_a_trainer_whose_weights_are_missing_writes_nothing(opened: list[Any], write: str) -> None:
+    held = {"direct": engine_tensors, "loader": lambda seed: [files(seed), files(seed)]}[write]
+    engine = EngineRanks(held(7), derived=("lm_head is packed",) if write == "loader" else ())
     opened.append(engine)
     good = trainer(Side("fsdp", 1), 0, lambda: 1)
     broken = False
@@ -192,10 +194,10 @@ def test_a_trainer_whose_weights_are_missing_writes_nothing(opened: list[Any]) -
     with pytest.raises(RuntimeError, match=r"publication of .* failed.*has no tensor"):
         transport.transfer(Version(0, 1))
     assert not transport.touched, "the old version may serve on"
-    assert wrong(engine, engine_tensors(7)) == []
+    assert wrong(engine, held(7)) == []
     broken = False
     transport.transfer(Version(0, 2))
-    assert wrong(engine, engine_tensors(1)) == [], "and the next publication goes through"
+    assert wrong(engine, held(1)) == [], "and the next publication goes through"
 
 
 def test_an_engine_rank_that_dies_midway_is_named_and_may_be_mixed(opened: list[Any]) -> None:
@@ -237,6 +239,16 @@ def test_a_corrupted_bucket_is_refused_by_its_name(opened: list[Any], monkeypatc
     assert transport.touched
     transport.transfer(Version(0, 2))
     assert wrong(engine, engine_tensors(1)) == []
+
+
+def test_a_loader_that_moves_a_parameter_is_named_for_captured_graphs_would_miss_it(opened: list[Any]) -> None:
+    engine = whole_engine(moves=True)
+    opened.append(engine)
+    transport = EngineTransport(ALONE, trainer(Side("fsdp", 1), 0, lambda: 1), destination(engine), OPTIONS)
+    opened.append(transport)
+    with pytest.raises(RuntimeError, match=r"engine rank 0.*moved parameters to other addresses: [\w.]+"):
+        transport.transfer(Version(0, 1))
+    assert transport.touched
 
 
 @pytest.mark.parametrize("buckets", range(1, 8))

@@ -12,7 +12,7 @@ import torch
 
 from stretto.engines.base import EngineError, Memory
 from stretto.engines.seeds import part_seed
-from stretto.engines.server.client import Call
+from stretto.engines.server.client import KEEP_ALIVE_S, Call
 from stretto.engines.server.devices import visible_devices
 from stretto.engines.server.dialect import Answer, Part, Setup
 from stretto.engines.server.engine import ServerEngine
@@ -54,6 +54,7 @@ ServerArgs.add_cli_args(parser)
         self._tp, self._options = tp, options
         self._text = not options.get("skip_tokenizer_init")
         self._releases = bool(options.get("enable_memory_saver"))
+        self._deterministic = bool(options.get("enable_deterministic_inference"))
 
     def own_options(self, setup: Setup) -> Mapping[str, Any]:
         """See the dialect."""
@@ -92,7 +93,11 @@ ServerArgs.add_cli_args(parser)
 
     def environment(self, setup: Setup) -> Mapping[str, str]:
         """See the dialect."""
-        return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", **visible_devices(setup, os.environ)}
+        return {
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+            "SGLANG_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_S,
+            **visible_devices(setup, os.environ),
+        }
 
     def health(self) -> Call:
         """See the dialect."""
@@ -103,6 +108,11 @@ ServerArgs.add_cli_args(parser)
         if sampling.stop and not self._text:
             return (
                 "it has stop strings, for which SGLang needs its tokenizer: leave out engine.sglang.skip_tokenizer_init"
+            )
+        if sampling.min_p > 0 and self._deterministic:
+            return (
+                "it has min_p, on which SGLang's deterministic mode ends with a failed assertion: leave out "
+                "engine.sglang.enable_deterministic_inference"
             )
         return None
 
@@ -167,7 +177,7 @@ ServerArgs.add_cli_args(parser)
         """See the dialect. It would give back cached device memory at every turn, which takes milliseconds."""
         return [Call("/continue_generation", {"torch_empty_cache": False})]
 
-    def enter(self, payload: str, timeout_s: float) -> Call:
+    def enter(self, payload: str) -> Call:
         """See the dialect."""
         body = {
             "serialized_named_tensors": [_serialized(payload)] * self._tp,
@@ -175,6 +185,10 @@ ServerArgs.add_cli_args(parser)
             "flush_cache": True,
         }
         return Call("/update_weights_from_tensor", body)
+
+    def entered(self, answer: Any) -> str:
+        """See the dialect. It refuses the call when a rank failed."""
+        return ""
 
     def release(self, parts: Sequence[Memory]) -> Sequence[Call]:
         """See the dialect."""

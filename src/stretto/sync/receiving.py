@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -84,8 +85,13 @@ class Loading:
     def run(self) -> int:
         """See :class:`Receiving`."""
         self.touched, self._written = False, 0
-        self._load(self._tensors())
-        self._arriving = {}
+        tensors = self._tensors()
+        try:
+            first = next(tensors)  # before the loader begins, which may take the old weights apart
+            self.touched = True
+            self._load(chain([first], tensors))
+        finally:
+            self._arriving = {}
         return self._written
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -94,7 +100,6 @@ class Loading:
             self._arriving = {name: self._empty(name) for name in names}
             self._written += execution.run()
             execution.verify()
-            self.touched = True
             for name in names:
                 yield name, self._arriving[name]
                 if name in self._copies:

@@ -61,6 +61,7 @@ class Receiver:
         self._control.send(self._rank)
         self._link: Link | None = None
         self._receiving: Receiving | None = None
+        self._addresses: dict[str, int] = {}
 
     def serve(self) -> None:
         """Do what the trainer says until it says "go on"."""
@@ -103,6 +104,7 @@ class Receiver:
         if terms.write == "direct":
             self._receiving = Direct(parts, number, self._rank, link, self._held, checksums=terms.checksums)
         else:
+            self._addresses = self._places()
             self._receiving = Loading(
                 parts, number, self._rank, link, inside.load, inside.device, checksums=terms.checksums
             )
@@ -121,7 +123,9 @@ class Receiver:
         """One publication: bytes written, whether anything may have been written, and what went wrong."""
         assert self._receiving is not None, "connect comes first"
         try:
-            return self._receiving.run(), True, None
+            written = self._receiving.run()
+            self._check_addresses()
+            return written, True, None
         except Exception as error:
             return 0, self._receiving.touched, told(error)
 
@@ -130,6 +134,15 @@ class Receiver:
         part, number = argument
         assert self._link is not None, "connect comes first"
         return differing(part, number, self._rank, self._held(), link=self._link, source={})
+
+    def _check_addresses(self) -> None:
+        """Raise when a parameter is not where it was: what the engine has captured would compute with the old one."""
+        now = self._places() if self._addresses else {}
+        if moved := [name for name, address in self._addresses.items() if now.get(name) != address]:
+            raise RuntimeError(f"the engine's loader moved parameters to other addresses: {', '.join(moved[:5])}")
+
+    def _places(self) -> dict[str, int]:
+        return {name: parameter.data_ptr() for name, parameter in self._inside.model.named_parameters()}
 
     def _held(self) -> dict[str, Tensor]:
         model = self._inside.model

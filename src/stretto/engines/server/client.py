@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     import aiohttp
 
 _CONNECT_S = 10.0
-# Shorter than the servers' own (5 s): a request on a connection that the server just gave up would be lost.
+# A request on a connection that the server just gave up would be lost. So the server is told to keep one for longer
+# than this side does, and longer than a busy machine stalls either; an adopted one is left with its own time (5 s).
 _KEEP_ALIVE_S = 2.0
+KEEP_ALIVE_S = "60"
 _SHOWN = 2000
 
 

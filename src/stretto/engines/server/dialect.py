@@ -106,8 +106,12 @@ class Dialect(Protocol):
         """Undo `pause`."""
         ...
 
-    def enter(self, payload: str, timeout_s: float) -> Call:
+    def enter(self, payload: str) -> Call:
         """Have every rank call our entry point."""
+        ...
+
+    def entered(self, answer: Any) -> str:
+        """What the ranks say went wrong, by the answer to `enter`; empty when nothing did."""
         ...
 
     def release(self, parts: Sequence[Memory]) -> Sequence[Call]:

@@ -190,7 +190,9 @@ class ServerEngine:
 
         Raises EngineError with what the server says when one of them failed, or past `timeout_s`.
         """
-        self._client.call(self._dialect.enter(payload, timeout_s), timeout_s)
+        answer = self._client.call(self._dialect.enter(payload), timeout_s)
+        if wrong := self._dialect.entered(answer):
+            raise EngineError(f"{self._dialect.name}: {wrong}")
 
     def close(self) -> None:
         """See the contract. An adopted server runs on, unpaused."""
