@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import ROUNDED, Served, published, resident_bytes
+from bounds import ROUNDED
+from engine_helpers import Served, published, resident_bytes
 
 from stretto.engines.server import ServerEngine
 from stretto.engines.sglang import SglangEngine

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounds import Bound
 from engine_helpers import (
     DEADLINE_S,
-    Bound,
     Factory,
     Served,
     assert_logprobs,

@@ -56,9 +56,9 @@ def transport_of(served: Served) -> Any:
 
 
 def is_model(reference: Any, completion: Completion) -> bool:
-    """Whether the log-probs are those of this model, and not of another or of a mixture."""
+    """Whether the log-probs are those of this model, but for rounding, and not of another or of a mixture."""
     expected = reference_logprobs(reference, ASKED.prompt_ids, completion.response_ids)
-    return bool((torch.tensor(completion.logprobs_T) - expected).abs().max() < 1e-5)
+    return bool((torch.tensor(completion.logprobs_T) - expected).abs().max() < 3e-5)
 
 
 def publishes_again(served: Served, number: int) -> None:
