@@ -50,6 +50,8 @@ SERVER: dict[str, dict[str, Any]] = {
     "vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.2},
 }
 PREFILL_GRAPHS = {"cuda_graph_bs_prefill": [64, 128, 256]}
+SMALL = {"micro_batch_tokens": 1024}
+"""The optimizer steps here are only there to change the weights."""
 PROMPT = tuple(range(5, 37))
 SIZES = Sizes(64, 0, 64, 0)
 FULL = 0.985
@@ -90,7 +92,7 @@ def configuration(case: Case, trainer: str, directory: Path, options: dict[str, 
                 case.engine: options,
                 **({"python": case.python} if case.python else {}),
             },
-            "trainer": {"backend": trainer, "lr": 1e-5, "dtype": "float32" if case.tiny else "bfloat16"},
+            "trainer": {"backend": trainer, "lr": 1e-5, "dtype": "float32" if case.tiny else "bfloat16", **SMALL},
         }
     )
 
