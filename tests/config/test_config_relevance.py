@@ -30,6 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     'algorithm.mismatch is "off"': {"algorithm.mismatch": "off"},
     'algorithm.aggregation is not "constant_length"': {"algorithm.aggregation": "token_mean"},
     'trainer.backend is not "megatron"': {"trainer.backend": "fsdp"},
+    'trainer.backend is not "fsdp"': {"trainer.backend": "megatron"},
     "trainer.tp is 1": {"trainer.backend": "megatron"},
     "trainer.pp is 1": {"trainer.backend": "megatron"},
     'trainer.names = "bridge" has maps of its own': {"trainer.backend": "megatron", "trainer.names": "bridge"},

@@ -49,6 +49,7 @@ IGNORED: tuple[Rule, ...] = (
         lambda c: c.trainer.backend != "megatron",
         'trainer.backend is not "megatron"',
     ),
+    Rule(("trainer.compile",), lambda c: c.trainer.backend != "fsdp", 'trainer.backend is not "fsdp"'),
     Rule(("trainer.sequence_parallel",), lambda c: c.trainer.tp == 1, "trainer.tp is 1"),
     Rule(("trainer.vpp", "trainer.pp_layers"), lambda c: c.trainer.pp == 1, "trainer.pp is 1"),
     Rule(

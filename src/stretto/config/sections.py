@@ -181,6 +181,9 @@ class TrainerConfig(Section):
     """Tokens (padding included) in one forward pass."""
     logit_chunk_tokens: int = Field(default=1024, ge=1)
     """Response tokens whose logits exist at the same time."""
+    compile: bool = False
+    """fsdp: compile the layers and what the loss takes of the logits with torch.compile; the first steps take a minute
+    more."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     max_bad_steps: int = Field(default=3, ge=1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stretto.config.sections import TrainerConfig
@@ -33,7 +34,10 @@ def build_policy(directory: Path, config: TrainerConfig, world: World) -> Policy
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    policy = Policy(model, config.logit_chunk_tokens).to(world.device)
+    policy = Policy(model, config.logit_chunk_tokens, compiled=config.compile).to(world.device)
+    if config.compile:
+        for layer in _layers(policy):
+            layer.compile(dynamic=True)
     if world.size > 1 or compute != master:
         _shard(policy, compute, master, world)
     return policy
@@ -42,11 +46,14 @@ def build_policy(directory: Path, config: TrainerConfig, world: World) -> Policy
 def _shard(policy: Policy, compute: torch.dtype, master: torch.dtype, world: World) -> None:
     ensure_group(world)
     precision = MixedPrecisionPolicy(param_dtype=compute if compute != master else None, reduce_dtype=master)
-    layers = set(getattr(policy.model, "_no_split_modules", None) or ())
-    for module in policy.model.modules():
-        if type(module).__name__ in layers:
-            fully_shard(module, mp_policy=precision)
+    for layer in _layers(policy):
+        fully_shard(layer, mp_policy=precision)
     fully_shard(policy, mp_policy=precision)
+
+
+def _layers(policy: Policy) -> list[nn.Module]:
+    kinds = set(getattr(policy.model, "_no_split_modules", None) or ())
+    return [module for module in policy.model.modules() if type(module).__name__ in kinds]
 
 
 def _check_packable(config: Any) -> None:

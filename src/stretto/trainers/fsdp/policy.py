@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,9 @@ from stretto.data.batching import MicroBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Statistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From logits [N, V], targets [N] and temperatures [N] to log-probs [N] and entropies [N]."""
+
 # Settings under which a model changes its logits after the head, which `Policy` would not see.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -23,7 +27,7 @@ class Policy(nn.Module):
     It is one module, and the root of the sharding, so that the head's weight is gathered with the embedding's.
     """
 
-    def __init__(self, model: PreTrainedModel, logit_chunk_tokens: int):
+    def __init__(self, model: PreTrainedModel, logit_chunk_tokens: int, *, compiled: bool = False):
         super().__init__()
         changed = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1, 1.0)]
         if changed:
@@ -32,6 +36,7 @@ class Policy(nn.Module):
             )
         self.model = model
         self.logit_chunk_tokens = logit_chunk_tokens
+        self._statistics: Statistics = torch.compile(_statistics, dynamic=True) if compiled else _statistics
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] of the micro-batch's targets at their temperature, and entropies [N] of those distributions."""
@@ -72,16 +77,23 @@ class Policy(nn.Module):
             return checkpoint(
                 _token_logprobs,
                 self.model.get_output_embeddings(),
+                self._statistics,
                 hidden_ND,
                 target_N,
                 temperature_N,
                 use_reentrant=False,
             )  # type: ignore[return-value]
-        return _token_logprobs(self.model.get_output_embeddings(), hidden_ND, target_N, temperature_N)
+        head = self.model.get_output_embeddings()
+        return _token_logprobs(head, self._statistics, hidden_ND, target_N, temperature_N)
 
 
-def _token_logprobs(head: Any, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    logits_NV = head(hidden_ND)
+def _token_logprobs(
+    head: Any, statistics: Statistics, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    return statistics(head(hidden_ND), target_N, temperature_N)
+
+
+def _statistics(logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature_N[:, None]
     total_N = logits_NV.logsumexp(-1)
     logprobs_N = logits_NV.gather(-1, target_N[:, None])[:, 0] - total_N
