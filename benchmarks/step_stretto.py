@@ -58,6 +58,7 @@ def run_config(work: Work, scratch: Path, engine: dict[str, Any]) -> RunConfig:
             "batching": "padded",
             "micro_batch_tokens": 16384,
             "logit_chunk_tokens": 4096,
+            "compile": torch.cuda.is_available(),
         },
         "checkpoint": {"every": 0},
     }
