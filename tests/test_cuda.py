@@ -15,8 +15,9 @@ from stretto.orchestration.engines import connect_embedded
 from stretto.sync.execute import EXTRA_BYTES
 from stretto.sync.publication import Publisher
 from stretto.trainers.fsdp import FSDPTrainer
+from stretto.trainers.fsdp.state import optimizer_tensors
 from stretto.types import Batch, Request, Rollout, Sampling, Version
-from stretto.world import World, leave_world
+from stretto.world import World, leave_world, local_part
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -101,10 +102,21 @@ def test_training_in_bf16_keeps_fp32_masters_and_fills_the_engine(tiny_model: Pa
         whole = tensor.full_tensor()
         assert whole.dtype == torch.float32
         assert torch.equal(engine.weights()[name], whole.to(torch.bfloat16)), name
-    trainer.offload()
-    trainer.onload()
+    offload_frees_the_optimizers_memory(trainer)
     trainer.step(Batch(rollouts, [0.5] * len(rollouts)))
     leave_world()
+
+
+@torch.no_grad()
+def offload_frees_the_optimizers_memory(trainer: FSDPTrainer) -> None:
+    state = [local_part(tensor) for tensor in optimizer_tensors(trainer._optimizer)]
+    values, size = [tensor.clone() for tensor in state], sum(tensor.nbytes for tensor in state)
+    before = torch.cuda.memory_allocated()
+    trainer.offload()
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in state)
+    assert before - torch.cuda.memory_allocated() >= size > 0
+    trainer.onload()
+    assert all(torch.equal(tensor, value) for tensor, value in zip(state, values, strict=True))
 
 
 def test_a_whole_run(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from bounds import Bound
 from torch import Tensor
@@ -23,6 +25,7 @@ from stretto.sync.publication import Publisher
 from stretto.sync.transports import AliasTransport, PlannedTransport
 from stretto.types import Completion, Request, Sampling, Version
 
+CPU = torch.device("cpu")
 DEADLINE_S = 120.0
 TEXT = "It was the best of times, it was the worst of times; 12 + 30 = 42, he said (twice)."
 
@@ -74,15 +77,41 @@ def serve_alias(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[in
     return published(engine, reference, tokenizer, AliasTransport(weights, engine.weights()))
 
 
-def serve_local(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[int] = ()) -> Served:
+def serve_local(
+    directory: Path,
+    *,
+    max_sequences: int = 8,
+    eos_ids: Sequence[int] = (),
+    device: torch.device = CPU,
+    **differences: Any,
+) -> Served:
     """An embedded engine whose own buffers are filled from the reference."""
-    engine, reference, tokenizer = _parts(directory, max_sequences, eos_ids)
+    engine, reference, tokenizer = _parts(directory, max_sequences, eos_ids, device)
     engine.allocate()
     transport = filling(engine, lambda: named_weights(reference, engine))
-    return published(engine, reference, tokenizer, transport)
+    return published(engine, reference, tokenizer, transport, **differences)
 
 
-ENGINES: dict[str, Factory] = {"embedded-alias": serve_alias, "embedded-local": serve_local}
+def serve_cuda(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[int] = ()) -> Served:
+    """The same on a GPU, in float32; skips the test where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    device = torch.device("cuda", 0)
+    return serve_local(
+        directory,
+        max_sequences=max_sequences,
+        eos_ids=eos_ids,
+        device=device,
+        fresh=partial(fresh_engine, device=device),
+        held_bytes=torch.cuda.memory_allocated,
+    )
+
+
+ENGINES: dict[str, Factory] = {
+    "embedded-alias": serve_alias,
+    "embedded-local": serve_local,
+    "embedded-cuda": serve_cuda,
+}
 
 
 def new_engine(
@@ -92,12 +121,13 @@ def new_engine(
     max_length: int = 256,
     max_sequences: int = 4,
     eos_ids: Sequence[int] = (),
+    device: torch.device = CPU,
 ) -> EmbeddedEngine:
-    """An embedded engine on CPU, without weights yet."""
+    """An embedded engine without weights yet."""
     return EmbeddedEngine(
         directory,
         load_tokenizer(directory),
-        device=torch.device("cpu"),
+        device=device,
         dtype=dtype,
         eos_ids=eos_ids,
         max_length=max_length,
@@ -106,9 +136,9 @@ def new_engine(
 
 
 @contextmanager
-def fresh_engine(directory: Path) -> Iterator[EmbeddedEngine]:
+def fresh_engine(directory: Path, device: torch.device = CPU) -> Iterator[EmbeddedEngine]:
     """An embedded engine with the weights of a checkpoint from its files."""
-    engine = new_engine(directory)
+    engine = new_engine(directory, device=device)
     engine.prepare(Version(1, 0))
     serve_files(engine, directory)
     engine.commit(Version(1, 0))
@@ -132,13 +162,15 @@ def filling(engine: EmbeddedEngine, source: Callable[[], Mapping[str, Tensor]]) 
     """Fills the engine's buffers from whole float32 tensors of one process."""
     target = engine.layout()
     plan = Plan.of(replica_layout(target.atoms, "float32", 1), target, [0])
-    return PlannedTransport(plan, 0, source, engine.weights(), torch.device("cpu"))
+    return PlannedTransport(plan, 0, source, engine.weights(), next(iter(engine.weights().values())).device)
 
 
-def _parts(directory: Path, max_sequences: int, eos_ids: Sequence[int]) -> tuple[EmbeddedEngine, Any, Any]:
-    reference = load_model(directory, torch.float32).eval()
+def _parts(
+    directory: Path, max_sequences: int, eos_ids: Sequence[int], device: torch.device = CPU
+) -> tuple[EmbeddedEngine, Any, Any]:
+    reference = load_model(directory, torch.float32).eval().to(device)
     length = reference.config.max_position_embeddings
-    engine = new_engine(directory, max_length=length, max_sequences=max_sequences, eos_ids=eos_ids)
+    engine = new_engine(directory, max_length=length, max_sequences=max_sequences, eos_ids=eos_ids, device=device)
     return engine, reference, load_tokenizer(directory)
 
 

@@ -89,6 +89,13 @@ def test_an_option_that_the_server_refuses_is_in_the_error(deep_model: Path, tmp
         vllm().start(deep_model, options=options, log=tmp_path / "server.log")
 
 
+def test_a_server_without_our_code_is_not_adopted_for_publications(engine: ServerEngine, deep_model: Path) -> None:
+    with pytest.raises(ValueError, match="started without our worker extension"):
+        vllm().start(deep_model, url=engine.base_url, options={}, filters=True, log=Path("unused.log"))
+    with pytest.raises(ValueError, match="gives raw_logprobs, and this run needs --logprobs-mode processed_logprobs"):
+        vllm().start(deep_model, url=engine.base_url, options={}, receiver=False, log=Path("unused.log"))
+
+
 def test_entering_a_server_without_our_code_is_an_error(engine: ServerEngine) -> None:
     with pytest.raises(EngineError, match=r"answered 500: .*stretto_enter"):
         engine.enter("{}", 10.0)

@@ -103,6 +103,23 @@ ServerArgs.add_cli_args(parser)
         """See the dialect."""
         return Call("/health", get=True)
 
+    def introduction(self) -> Call:
+        """See the dialect."""
+        return Call("/server_info", get=True)
+
+    def meet(self, answer: Any, setup: Setup) -> None:
+        """See the dialect."""
+        if (ranks := answer.get("tp_size", setup.tp)) != setup.tp:
+            raise ValueError(f"the SGLang server has {ranks} ranks: set engine.tp = {ranks}")
+        if setup.receiver and _ENTER not in (answer.get("custom_weight_loader") or ()):
+            raise ValueError(
+                "the SGLang server was started without our weight loader: start it with "
+                f"--custom-weight-loader {_ENTER}, where stretto can be imported"
+            )
+        self._releases = bool(answer.get("enable_memory_saver"))
+        self._deterministic = bool(answer.get("enable_deterministic_inference"))
+        self._text = not answer.get("skip_tokenizer_init")
+
     def wrong_sampling(self, sampling: Sampling) -> str | None:
         """See the dialect."""
         if sampling.stop and not self._text:

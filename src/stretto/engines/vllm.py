@@ -79,7 +79,7 @@ parser = make_arg_parser(FlexibleArgumentParser())
             "tensor_parallel_size": setup.tp,
             "pipeline_parallel_size": None,
             "data_parallel_size": None,
-            "logprobs_mode": "raw_logprobs" if setup.filters else "processed_logprobs",
+            "logprobs_mode": _logprobs_mode(setup),
             "generation_config": "vllm",  # not the checkpoint's: it would add filters and penalties
             "enable_scale_out": True,
             "worker_extension_cls": _WORKER if setup.receiver else None,
@@ -105,6 +105,26 @@ parser = make_arg_parser(FlexibleArgumentParser())
     def health(self) -> Call:
         """See the dialect."""
         return Call("/health", get=True)
+
+    def introduction(self) -> Call:
+        """See the dialect."""
+        return Call("/server_info", query={"config_format": "json"}, get=True)
+
+    def meet(self, answer: Any, setup: Setup) -> None:
+        """See the dialect."""
+        config = answer["vllm_config"]
+        model, parallel = config.get("model_config", {}), config.get("parallel_config", {})
+        if (ranks := parallel.get("tensor_parallel_size", setup.tp)) != setup.tp:
+            raise ValueError(f"the vLLM server has {ranks} ranks: set engine.tp = {ranks}")
+        if setup.receiver and parallel.get("worker_extension_cls") != _WORKER:
+            raise ValueError(
+                "the vLLM server was started without our worker extension: start it with "
+                f"--worker-extension-cls {_WORKER}, where stretto can be imported"
+            )
+        wanted = _logprobs_mode(setup)
+        if (mode := model.get("logprobs_mode", wanted)) != wanted:
+            raise ValueError(f"the vLLM server gives {mode}, and this run needs --logprobs-mode {wanted}")
+        self._sleeps = bool(model.get("enable_sleep_mode"))
 
     def wrong_sampling(self, sampling: Sampling) -> str | None:
         """See the dialect."""
@@ -203,3 +223,8 @@ parser = make_arg_parser(FlexibleArgumentParser())
                 "start it with --enable-sleep-mode"
             )
         return self._on_gpu
+
+
+def _logprobs_mode(setup: Setup) -> str:
+    """After temperature and filters, or before both."""
+    return "raw_logprobs" if setup.filters else "processed_logprobs"

@@ -82,6 +82,14 @@ class Dialect(Protocol):
         """Answered with 200 once the server serves."""
         ...
 
+    def introduction(self) -> Call:
+        """What a server that runs already is asked about itself."""
+        ...
+
+    def meet(self, answer: Any, setup: Setup) -> None:
+        """Take that server as it is. ValueError, with what to start it with, when it cannot serve this run."""
+        ...
+
     def wrong_sampling(self, sampling: Sampling) -> str | None:
         """Why log-probs of a request with these settings would not be those that DESIGN asks for; what to do."""
         ...

@@ -43,8 +43,9 @@ class ServerEngine:
     when None). `filters` says whether requests will have top-p, top-k or min-p. With a `receiver`, our code runs inside
     of it, for `enter`. Of processes that share a server, the one that `leads` pauses it and has it receive weights.
     `releases` says whether it will have to give memory back, and `memory_share` how much of its devices' memory is its
-    own (None: as its options say). ValueError for options that are unknown or set by the adapter; EngineError when the
-    server is not ready after `start_timeout_s`; what it wrote is in `log`.
+    own (None: as its options say). ValueError for options that are unknown or set by the adapter, and for a server at
+    `url` that cannot serve this run; EngineError when the server is not ready after `start_timeout_s`; what it wrote is
+    in `log`.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class ServerEngine:
             if options:
                 raise ValueError(f"{dialect.section} has options, but the server at {url} already runs; leave them out")
             self._connect(url, start_timeout_s)
+            self._meet(setup)
             self._say(dialect.resume(), _SWITCH_S)  # whoever had it before may have left it paused
         self._flights.start(self._client, self._control)
 
@@ -293,6 +295,14 @@ class ServerEngine:
             client.close()
             raise
         self._client = client
+
+    def _meet(self, setup: Setup) -> None:
+        """Look whether a server that runs already can serve this run."""
+        try:
+            self._dialect.meet(self._client.call(self._dialect.introduction(), _SWITCH_S), setup)
+        except BaseException:
+            self._client.close()
+            raise
 
     def _check_alive(self) -> None:
         if self._process is not None and (code := self._process.ended()) is not None:

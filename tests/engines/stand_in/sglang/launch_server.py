@@ -59,6 +59,9 @@ class Server:
         self.aborted.add((await request.json())["rid"])
         return web.Response()
 
+    async def info(self, _: web.Request) -> web.Response:
+        return web.json_response(vars(self.options))
+
     async def pause(self, _: web.Request) -> web.Response:
         assert not self.running, "a request would be retracted, and carry two versions"
         self.paused = True
@@ -111,6 +114,7 @@ def main() -> None:
             web.get("/health", server.health),
             web.post("/generate", server.generate),
             web.post("/abort_request", server.abort),
+            web.get("/server_info", server.info),
             web.post("/pause_generation", server.pause),
             web.post("/continue_generation", server.resume),
             web.post("/update_weights_from_tensor", server.update),
