@@ -163,3 +163,14 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(
         stretto.train(config_for(tmp_path / "a", tiny_model))
     changed = config_for(tmp_path / "b", tiny_model, memory={"refuse": False}, steps=1)
     stretto.train(changed)
+
+
+def test_where_nothing_trains_the_engine_has_the_memory_for_itself(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stretto.orchestration import live
+    from stretto.orchestration.launch import rollout
+
+    monkeypatch.setattr(live, "free_bytes", lambda world: 2**20)
+    rollout(config_for(tmp_path, tiny_model), tmp_path / "rollouts.jsonl")
+    assert (tmp_path / "rollouts.jsonl").read_text().count("\n") > 0

@@ -82,14 +82,6 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "WINDOW_BYTES", 2048)
 
 
-@pytest.fixture
-def opened() -> Iterator[list[Any]]:
-    things: list[Any] = []
-    yield things
-    for one in reversed(things):
-        one.close()
-
-
 @pytest.mark.parametrize("delta", [False, True])
 def test_every_version_reaches_every_rank_and_only_what_is_needed_lies_there(
     opened: list[Any], tmp_path: Path, engine: EngineRanks, delta: bool

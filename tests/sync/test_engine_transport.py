@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -69,14 +69,6 @@ def wrong(engine: EngineRanks, expected: list[dict[str, Tensor]]) -> list[str]:
         for name, one in engine.tensors(rank).items()
         if not torch.equal(one.nan_to_num(), expected[rank][name].float().nan_to_num())
     ]
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Any]]:
-    things: list[Any] = []
-    yield things
-    for one in reversed(things):
-        one.close()
 
 
 @pytest.mark.parametrize("kind", ["ipc", "collective"])

@@ -84,14 +84,6 @@ def llama(tiny_model: Path) -> Iterator[Llama]:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Any]]:
-    things: list[Any] = []
-    yield things
-    for one in reversed(things):
-        one.close()
-
-
-@pytest.fixture
 def receiver(opened: list[Any], tmp_path: Path) -> Started:
     one = Started(tmp_path / "parcels")
     opened.append(one)

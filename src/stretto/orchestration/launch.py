@@ -129,7 +129,7 @@ def _run(
             watch=Watch(PhaseTimer(), progress),
             run_dir=run_dir,
             export_dtype=engine_dtype(config, world),
-            expected_peak=expected_peak(live.room, world) if live else None,
+            expected_peak=expected_peak(live.room, world) if live and live.room else None,
         )
         _tell(live, recorded, progress)
         result = _turn(parts, progressed)
@@ -191,7 +191,7 @@ def rollout(config: RunConfig, out: Path | None) -> None:
             raise ValueError(f"stretto rollout runs in one process, not {world.size}; start it without torchrun")
         file = stack.enter_context(open_out(out))
         model = Model.load(config)
-        live = Live.open(config, world, model, stack)
+        live = Live.open(config, world, model, stack, trains=False)
         serve_files(live.engine, model.directory)
         version = Version(1, 0)
         live.engine.prepare(version)

@@ -29,24 +29,26 @@ class Live:
     config: RunConfig
     world: World
     data: PromptSet
-    room: Room
+    room: Room | None
     engine: RolloutEngine
     switch: Switch | None
     phase: RolloutPhase
 
     @classmethod
-    def open(cls, config: RunConfig, world: World, model: Model, stack: ExitStack) -> Live:
+    def open(cls, config: RunConfig, world: World, model: Model, stack: ExitStack, *, trains: bool = True) -> Live:
         """Read the prompts, start the reward workers and the engine (without the trainer's weights yet).
 
+        Where nothing `trains`, the engine has the device for itself.
         `stack` closes what was opened. Raises ValueError for bad input, and for a run that does not fit the memory.
         """
         data = load_prompts(config, model.tokenizer)
         check_lengths(config, model, data)
         rewards = stack.enter_context(RewardPool(config.reward))
         rewards.check(data.train[0].fields.keys())
-        room = _room(config, world, model, data)
-        engine = open_engine(config, world, model, stack, room.turns)
-        switch = Switch(engine, room.turns, world) if room.turns else None
+        room = _room(config, world, model, data) if trains else None
+        turns = room.turns if room else None
+        engine = open_engine(config, world, model, stack, turns)
+        switch = Switch(engine, turns, world) if turns else None
         phase = RolloutPhase(engine, rewards, model.tokenizer, config.rollout.timeout_s)
         return cls(config, world, data, room, engine, switch, phase)
 
