@@ -149,4 +149,5 @@ def _refusal(config: RunConfig, room: Room, needed: int, free: int) -> str:
     todo = "lower trainer.micro_batch_tokens or engine.max_sequences"
     if config.engine.backend == "embedded":
         todo += ', or let a server hold the engine\'s weights once (engine.backend = "sglang" or "vllm", engine.tp)'
+    todo += ", or start it all the same with memory.refuse = false"
     return f"{needed / _GIB:.1f} GiB needed, {free / _GIB:.1f} available; {todo}"
