@@ -15,7 +15,7 @@ test: lint
 
 # A real vLLM server on CPU; vLLM pins its dependencies, so it has an environment of its own.
 test-vllm: $(VENV)/dev.stamp $(VENV)-vllm/stamp
-	OMP_NUM_THREADS=1 STRETTO_VLLM_PYTHON=$(abspath $(VENV))-vllm/bin/python $(BIN)/python -m pytest -k vllm tests/engines tests/orchestration
+	OMP_NUM_THREADS=1 STRETTO_VLLM_PYTHON=$(abspath $(VENV))-vllm/bin/python $(BIN)/python -m pytest -k vllm tests/engines tests/orchestration tests/check
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check src tests benchmarks examples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -333,6 +334,16 @@ def _add_check(verbs: Any) -> None:
     check.add_argument("--names", choices=("raw", "bridge"), default="raw", help="Megatron: whose names (raw)")
     check.add_argument("--engine", choices=("embedded", "sglang", "vllm"), default="embedded", help="(embedded)")
     check.add_argument("--engine-tp", metavar="N", type=_positive, default=1, help="tensor parallel size of the engine")
+    check.add_argument("--live", action="store_true", help="start a server of the engine and hold it to the trainer")
+    check.add_argument("--engine-python", metavar="PYTHON", help="interpreter of that server (this one)")
+    check.add_argument(
+        "--engine-option",
+        metavar="NAME=VALUE",
+        type=_option,
+        action="append",
+        default=[],
+        help="one of that server's own options, by its Python name",
+    )
     check.add_argument("--map", metavar="FILE", help="Python file with the map of a family that is not shipped")
     check.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of compute (float32)")
     check.add_argument("--layers", metavar="N", type=_positive, default=0, help="layers of the probe")
@@ -344,6 +355,17 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError("a whole number of at least 1")
     return int(text)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """A server's option, whose value is JSON or else the text as it is."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError("NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -361,6 +383,9 @@ def _check(args: argparse.Namespace) -> int:
             map_file=args.map,
             dtype=args.dtype,
             layers=args.layers,
+            live=args.live,
+            engine_python=args.engine_python,
+            engine_options=dict(args.engine_option),
         )
     )
     if args.json:

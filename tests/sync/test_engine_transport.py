@@ -118,6 +118,22 @@ def test_a_tensor_with_another_value_is_found_when_its_turn_comes(
     assert [name for number in range(rounds) for name in transport.reread(rounds + number)] != []
 
 
+def test_a_parameter_that_was_given_up_for_a_packed_copy_is_loaded_and_not_compared(opened: list[Any]) -> None:
+    held = engine_tensors(1)
+    name = sorted(name for name, one in held[0].items() if one.ndim == 2)[0]
+    held[0][name] = torch.empty(0)
+    engine = EngineRanks(held)
+    opened.append(engine)
+    source = trainer(Side("fsdp", 1), 0, lambda: 1)
+    transport = EngineTransport(ALONE, source, destination(engine), OPTIONS)
+    opened.append(transport)
+    assert transport.refused == [f"{name} was given up for a packed copy"]
+    assert transport.unlike == []
+    assert transport.reread(None) == []
+    engine.change(1, name)
+    assert transport.reread(None) == [name]
+
+
 def test_an_engine_with_derived_tensors_gets_whole_ones_through_its_loader(
     opened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

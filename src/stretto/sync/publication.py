@@ -54,7 +54,7 @@ class Sparing(Protocol):
 class Rereading(Protocol):
     """What a transport has besides that can compare what an engine holds with what the trainer has."""
 
-    def reread(self, number: int) -> list[str]:
+    def reread(self, number: int | None) -> list[str]:
         """The tensors, among those whose turn it is, that have other bits. All trainer ranks call together."""
         ...
 
@@ -103,10 +103,10 @@ class Publisher:
         self._engine.commit(version)
         return moved
 
-    def reread(self, number: int) -> list[str]:
-        """Tensors of the engine that are not what the trainer has, of a sample that changes with `number`.
+    def reread(self, number: int | None) -> list[str]:
+        """Tensors of the engine that are not what the trainer has, of a sample that changes with `number` (None: all).
 
-        None where the transport cannot tell. All trainer ranks call together.
+        No tensor where the transport cannot tell. All trainer ranks call together.
         """
         return self._transport.reread(number) if isinstance(self._transport, Rereading) else []
 

@@ -64,8 +64,8 @@ class Session:
     """Made by all ranks of the trainer together.
 
     Direct writes are taken where every rank of every engine can be written so, unless `options.write` says otherwise;
-    `refused` says why not. Raises ValueError when the weights do not fill the engines', and RuntimeError, on every
-    rank, when an engine's ranks do not come.
+    `refused` says why not, and `unlike` how their parameters differ from the layout for such writes. Raises ValueError
+    when the weights do not fill the engines', and RuntimeError, on every rank, when an engine's ranks do not come.
     """
 
     def __init__(self, world: World, source: Source, destination: Destination, options: Options):
@@ -86,7 +86,7 @@ class Session:
         self._store: TCPStore | None = None
         try:
             self.call_in()
-            self._unlike, self.refused = self._inspect()
+            self.unlike, self.refused = self._inspect()
             terms = self._terms(source)
             self.sending = self._connect(door, source, destination, terms, first)
             self.let_go()
@@ -104,12 +104,12 @@ class Session:
         """Let the engines go on."""
         self._on_every_rank(lambda receivers: receivers.end())
 
-    def reread(self, number: int) -> list[str]:
+    def reread(self, number: int | None) -> list[str]:
         """The tensors of the engines led from here, among those whose turn it is, that are not what the trainer has.
 
         None are compared where the parameters are not those of the layout for direct writes. The ranks are called in.
         """
-        if self._unlike:
+        if self.unlike:
             return []
         assert self._link is not None, "the session is made"
         ranks = self._direct.ranks

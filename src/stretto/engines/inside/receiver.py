@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stretto.engines.inside.base import Inside, told
@@ -21,7 +22,7 @@ from stretto.sync.links import JoinedLink, Link, SharedReceiver
 from stretto.sync.plan import Plan
 from stretto.sync.receivers import Terms
 from stretto.sync.receiving import Direct, Loading, Receiving
-from stretto.sync.reread import differing
+from stretto.sync.reread import differing, given_up
 from stretto.sync.windows import Part, parts_of
 
 _OPEN: dict[str, Receiver] = {}
@@ -93,8 +94,11 @@ class Receiver:
         cannot be written directly.
         """
         expected = layout.local(self._rank)
-        named = {name: tensor for name, tensor in self._held().items() if name in expected}
-        return tensor_differences(layout, self._rank, named), self._inside.derived()
+        held = {name: tensor for name, tensor in self._held().items() if name in expected}
+        packed = [name for name, tensor in held.items() if given_up(tensor, expected[name][0])]
+        shapes = {name: torch.empty(expected[name][0], dtype=held[name].dtype, device="meta") for name in packed}
+        emptied = [f"{name} was given up for a packed copy" for name in packed]
+        return tensor_differences(layout, self._rank, {**held, **shapes}), [*emptied, *self._inside.derived()]
 
     def _connect(self, argument: tuple[Plan, int, Terms]) -> None:
         """Take the plan, in which this is process `number`, and meet the senders."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stretto.config import RunConfig
 from stretto.engines.embedded import EmbeddedEngine
+from stretto.engines.server import ServerEngine
 from stretto.orchestration.check.probe import Probe
 from stretto.orchestration.check.reference import Reference
 from stretto.orchestration.check.samples import Tokens
@@ -42,6 +43,8 @@ class Bench:
     atoms: Atoms = field(init=False)
     trainer: Trainer = field(init=False)
     engine: EmbeddedEngine | None = None
+    server: ServerEngine | None = None
+    """The engine, where it is one and was asked for."""
     publisher: Publisher | None = None
     reference: Reference | None = None
     late: str | None = None
@@ -50,6 +53,11 @@ class Bench:
     """How far transformers in the check's dtype is from transformers in float32."""
     published: int = 0
     seen_bytes: float = 0.0
+
+    @property
+    def generates(self) -> EmbeddedEngine | ServerEngine | None:
+        """What samples can be drawn from."""
+        return self.engine or self.server
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,8 +105,8 @@ class Bench:
 
     def engine_layout(self) -> Layout:
         """The engine's."""
-        if self.engine is not None:
-            return self.engine.layout()
+        if self.generates is not None:
+            return self.generates.layout()
         sizes = EngineSizes(self.settings.engine, tp=self.settings.engine_tp)
         return engine_layout(self.atoms, self.settings.dtype, sizes)
 

@@ -24,10 +24,11 @@ from stretto.orchestration.check.compare import (
 from stretto.orchestration.check.diagnose import Case, classify
 from stretto.orchestration.check.reference import held_tensors
 from stretto.orchestration.check.report import Failure, Outcome
-from stretto.orchestration.engines import connect_embedded
+from stretto.orchestration.engines import connect, connect_embedded
 from stretto.sync.files import CheckpointFiles
 from stretto.sync.fill import Filler
 from stretto.sync.publication import Publisher
+from stretto.sync.transports import EngineTransport
 from stretto.world import local_part
 
 _BUCKETS = 16
@@ -45,8 +46,8 @@ def round_trip(bench: Bench) -> Outcome:
         broken = _first(bench, files_hold(bench, exported, read) if bench.world.first else None)
     if broken:
         return broken
-    _connect(bench)
-    broken = _first(bench, _published(bench)) or _first(bench, engine_holds(bench, exported))
+    unlike = _connect(bench)
+    broken = _first(bench, unlike) or _first(bench, _published(bench)) or _first(bench, engine_holds(bench, exported))
     if broken:
         return broken
     if bench.world.first:
@@ -54,10 +55,8 @@ def round_trip(bench: Bench) -> Outcome:
     if bench.publisher is None:
         engine = bench.settings.engine
         return Outcome("pass", f"checkpoint to trainer and back is bitwise; a live {engine} is not checked")
-    return Outcome(
-        "pass",
-        f"bitwise: checkpoint, trainer and back; the engine ({bench.publisher.transport}) as transformers loads it",
-    )
+    how = "as transformers loads it" if bench.engine else "what it has not packed was read again"
+    return Outcome("pass", f"bitwise: checkpoint, trainer and back; the engine ({bench.publisher.transport}), {how}")
 
 
 def _first(bench: Bench, failure: Failure | None) -> Outcome | None:
@@ -71,17 +70,25 @@ def _published(bench: Bench) -> Failure | None:
     try:
         bench.publish()
     except RuntimeError as error:
-        name = first_named(str(error), bench.engine_layout().local(0)) if bench.engine else None
+        name = first_named(str(error), bench.engine_layout().local(0)) if bench.generates else None
         return Failure(name, "a bucket or a move is missing: never written", str(error))
     return None
 
 
-def _connect(bench: Bench) -> None:
-    if bench.engine is None or bench.publisher is not None:
-        return
-    # Small buckets: many are used, and each is used again, as in a large model.
-    extra = max(_LEAST_BYTES, bench.engine.layout().local_bytes(bench.world.rank) // _BUCKETS)
-    bench.publisher = Publisher(bench.engine, connect_embedded(bench.trainer, bench.engine, bench.world, extra))
+def _connect(bench: Bench) -> Failure | None:
+    """Join both sides; how a server's parameters differ from what the map says of that engine."""
+    if bench.server is not None:
+        transport = connect(bench.trainer, bench.server, bench.config, bench.world)
+        bench.publisher = Publisher(bench.server, transport)
+        bench.stack.callback(bench.publisher.hang_up)
+        lines = transport.unlike if isinstance(transport, EngineTransport) else []
+        name = first_named("\n".join(lines), bench.atoms.names) if lines else None
+        return Failure(name, "the server has other parameters", "\n".join(lines)) if lines else None
+    if bench.engine is not None:
+        # Small buckets: many are used, and each is used again, as in a large model.
+        extra = max(_LEAST_BYTES, bench.engine.layout().local_bytes(bench.world.rank) // _BUCKETS)
+        bench.publisher = Publisher(bench.engine, connect_embedded(bench.trainer, bench.engine, bench.world, extra))
+    return None
 
 
 def trainer_holds(
@@ -141,6 +148,8 @@ def engine_holds(bench: Bench, exported: Path, earlier: Mapping[str, Tensor] | N
 
     The first rank compares values; the others' engines must be like its own.
     """
+    if bench.server is not None:
+        return _server_holds(bench)
     if bench.engine is None:
         return None
     own = bench.engine.weights()
@@ -160,3 +169,12 @@ def engine_holds(bench: Bench, exported: Path, earlier: Mapping[str, Tensor] | N
             said = f"rank {rank}'s engine has other values than rank 0's, which are right"
             return Failure(wrong[0], "not written, or written twice, on one rank", said)
     return None
+
+
+def _server_holds(bench: Bench) -> Failure | None:
+    """What a server has other than the trainer, in bits."""
+    assert bench.publisher is not None, "it is connected"
+    wrong = sorted({name for part in bench.world.gather(bench.publisher.reread(None)) for name in part})
+    if not wrong:
+        return None
+    return Failure(wrong[0], "not what was sent", f"the server has other values in {', '.join(wrong[:10])}")

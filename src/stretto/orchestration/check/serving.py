@@ -27,7 +27,7 @@ _DEADLINE_S = 600.0
 
 def agreement(bench: Bench) -> Outcome:
     """Log-probs of samples that the engines really draw at T = 0.7, and the trainer's of the same."""
-    if bench.engine is None:
+    if bench.generates is None:
         return Outcome("skipped", f"a live {bench.settings.engine} is not checked")
     drawn = _draw(bench)
     measured = _apart(bench, drawn)
@@ -43,9 +43,9 @@ def agreement(bench: Bench) -> Outcome:
 
 def _draw(bench: Bench) -> list[Rollout]:
     """This rank's samples."""
-    assert bench.engine is not None
+    assert bench.generates is not None
     asked = requests(bench.tokens, bench.world.rank, TEMPERATURE, NEW_TOKENS)
-    return to_rollouts(asked, list(bench.engine.generate(asked, deadline_s=_DEADLINE_S)))
+    return to_rollouts(asked, list(bench.generates.generate(asked, deadline_s=_DEADLINE_S)))
 
 
 def _apart(bench: Bench, drawn: Sequence[Rollout]) -> float:
@@ -91,7 +91,8 @@ def after_a_step(bench: Bench) -> Outcome:
         return Outcome("fail", f"{failure.parameter}: {failure.kind}", failure=failure)
     if outcome.status == "skipped":
         return Outcome("pass", "replicas are equal after the step; " + outcome.reason)
-    said = f"replicas are equal, the engine has what transformers loads of the export; {outcome.reason}"
+    has = "what transformers loads of the export" if bench.engine else "the trainer's weights"
+    said = f"replicas are equal, the engine has {has}; {outcome.reason}"
     return outcome if outcome.status == "fail" else Outcome("pass", said, outcome.measured, outcome.bound)
 
 

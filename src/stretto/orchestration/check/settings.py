@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from stretto.config import RunConfig, config_from_dict
 from stretto.sync.parallel import MegatronSizes
@@ -38,6 +39,10 @@ class CheckSettings:
     map_file: str | None = None
     dtype: str = "float32"
     layers: int = 0
+    live: bool = False
+    """Start a server of the engine."""
+    engine_python: str | None = None
+    engine_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if min(self.engine_tp, *(getattr(self, name) for name in _MEGATRON_ALONE)) < 1 or min(self.dp, self.layers) < 0:
@@ -57,6 +62,10 @@ class CheckSettings:
             raise ValueError(
                 "the embedded engine holds the whole model on each rank; --engine-tp is for sglang and vllm"
             )
+        if self.engine == "embedded" and self.live:
+            raise ValueError("--live is for sglang and vllm: the embedded engine always is")
+        if not self.live and (self.engine_python or self.engine_options):
+            raise ValueError("--engine-python and --engine-option are for a server: add --live")
         _ = self.megatron  # sizes that do not fit each other are refused before a model is read
 
     @property
@@ -102,10 +111,20 @@ class CheckSettings:
                 "reward": {"functions": ["math_verify"]},
                 "rollout": {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 21},
                 "trainer": trainer,
-                "engine": {"dtype": self.dtype} if self.engine == "embedded" else {},
+                "engine": self._engine(),
                 "algorithm": {"mismatch": "off"},
             }
         )
+
+    def _engine(self) -> dict[str, Any]:
+        if self.engine == "embedded":
+            return {"dtype": self.dtype}
+        if not self.live:
+            return {}
+        python = {"python": self.engine_python} if self.engine_python else {}
+        options = {self.engine: self.engine_options} if self.engine_options else {}
+        sizes = {"backend": self.engine, "tp": self.engine_tp, "dtype": self.dtype, "max_sequences": 8}
+        return {**sizes, **python, **options}
 
     def to_json(self) -> str:
         """For the processes that do the work."""

@@ -11,6 +11,7 @@ from stretto.engines.embedded import EmbeddedEngine
 from stretto.engines.embedded.model import checkpoint_tensors
 from stretto.models.checkpoint import empty_model, load_config, stored_dtype
 from stretto.models.registry import claims, load_map_file
+from stretto.orchestration.check import live
 from stretto.orchestration.check.bench import Bench
 from stretto.orchestration.check.compare import first_named
 from stretto.orchestration.check.report import Failure, Outcome
@@ -72,6 +73,9 @@ def mapped(bench: Bench) -> Outcome:
     layout, tensors = bench.local_layout(), len(bench.trainer.weights())
     if layout is not None and (lines := tensor_differences(layout, bench.world.rank, bench.trainer.weights())):
         return _unlike(layout.title, lines)
+    if bench.settings.live:
+        who = bench.settings.engine
+        return live.start(bench) or Outcome("pass", f"{tensors} tensors of the trainer; a live {who} serves the model")
     if bench.settings.engine != "embedded":
         said = f"{tensors} tensors of the trainer; a live {bench.settings.engine} is not checked"
         return Outcome("pass", said)

@@ -26,6 +26,8 @@ class EngineTransport:
         self._session: Session | None = Session(world, source, destination, options)
         self.refused = self._session.refused
         """Why the engines' parameters are not written directly; empty when they are."""
+        self.unlike = self._session.unlike
+        """How those parameters differ from what their layout says: then they cannot be read again either."""
         self.seconds: dict[str, float] = {}
         """Of the last transfer, by what it did."""
 
@@ -62,7 +64,7 @@ class EngineTransport:
     def verify(self) -> None:
         """Nothing more: every rank has verified what it received before it answered."""
 
-    def reread(self, number: int) -> list[str]:
+    def reread(self, number: int | None) -> list[str]:
         """The tensors of the engines led from here that are not what the trainer has, of those whose turn it is.
 
         All ranks call together. Raises RuntimeError when an engine does not answer.

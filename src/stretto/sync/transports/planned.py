@@ -54,7 +54,7 @@ class PlannedTransport:
             if self._target[name].data_ptr() != address:
                 raise RuntimeError(f"{name} of the engine has moved to another address")
 
-    def reread(self, number: int) -> list[str]:
+    def reread(self, number: int | None) -> list[str]:
         """The engine's tensors, of those whose turn it is, that are not what the trainer has.
 
         All ranks call together.
