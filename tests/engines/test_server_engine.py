@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import DEADLINE_S, request, run
+from servers import processes_of
+from test_server_process import all_gone
 
 from stretto.engines import EngineError
 from stretto.engines.seeds import part_seed
@@ -191,7 +193,9 @@ def test_a_server_that_is_killed_while_paused_is_found_out_at_the_next_switch(se
     engine = servers()
     engine.prepare(Version(1, 1))
     assert engine.process is not None
+    server = processes_of(engine)[1:]
     os.kill(engine.process.id, signal.SIGKILL)
+    assert all_gone(server), "it dies with its launcher"
     with pytest.raises(EngineError, match="is not to be reached"):
         engine.commit(Version(1, 1))
     engine.close()
