@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_vs_trl import odd_digits
+from step_vs_trl import grpo_settings, odd_digits
 from step_work import MODEL, Work, told
 from sync_work import say
 
@@ -74,7 +74,15 @@ def run_trl(work: Work, scratch: Path) -> dict[str, Any]:
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=_settings(work, scratch, on_gpu),
+        args=grpo_settings(
+            scratch,
+            prompts=work.prompts,
+            samples=work.samples,
+            new=work.new,
+            steps=len(CACHES) + work.steps,
+            rows=ROWS,
+            on_gpu=on_gpu,
+        ),
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
         processing_class=tokenizer,
     )
@@ -84,34 +92,6 @@ def run_trl(work: Work, scratch: Path) -> dict[str, Any]:
         raise RuntimeError(f"responses of {set(lengths)} tokens instead of {work.new}: not the same work")
     tried = {cache: step["rollout"] for cache, step in zip(CACHES, steps, strict=False)}
     return told(work, steps[len(CACHES) :], rollout_seconds_by_cache=tried, rows=min(ROWS, work.responses))
-
-
-def _settings(work: Work, scratch: Path, on_gpu: bool) -> Any:
-    from trl.trainer.grpo_config import GRPOConfig
-
-    rows = min(ROWS, work.responses)
-    return GRPOConfig(
-        output_dir=str(scratch / "trl"),
-        use_cpu=not on_gpu,
-        bf16=on_gpu,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=work.responses // rows,
-        num_generations=work.samples,
-        max_completion_length=work.new,
-        num_iterations=1,
-        beta=0.0,
-        temperature=1.0,
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
-        shuffle_dataset=False,
-        max_steps=len(CACHES) + work.steps,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
 
 
 def _clocked(trainer: Any, rollout: Clock, reward: Clock) -> list[dict[str, float]]:

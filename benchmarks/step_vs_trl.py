@@ -112,7 +112,6 @@ def run_trl(work: Workload, model: Path, scratch: Path, steps: int) -> dict[str,
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     lengths: list[int] = []
@@ -121,28 +120,7 @@ def run_trl(work: Workload, model: Path, scratch: Path, steps: int) -> dict[str,
         lengths.extend(map(len, completion_ids))
         return list(odd_digits(completions))
 
-    settings = GRPOConfig(
-        output_dir=str(scratch / "trl"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=work.prompts * work.samples,
-        gradient_accumulation_steps=1,
-        num_generations=work.samples,
-        max_completion_length=work.new,
-        num_iterations=1,
-        beta=0.0,
-        temperature=1.0,
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
-        shuffle_dataset=False,
-        max_steps=WARM_UP + steps,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    settings = grpo_settings(scratch, prompts=work.prompts, samples=work.samples, new=work.new, steps=WARM_UP + steps)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=reward,
@@ -154,6 +132,38 @@ def run_trl(work: Workload, model: Path, scratch: Path, steps: int) -> dict[str,
     trainer.train()
     seconds = [after - before for before, after in pairwise(ends)]
     return {"seconds": seconds[WARM_UP - 1 :], "response_length": statistics.mean(lengths)}
+
+
+def grpo_settings(
+    scratch: Path, *, prompts: int, samples: int, new: int, steps: int, rows: int | None = None, on_gpu: bool = False
+) -> Any:
+    """TRL's settings for a step as Stretto makes it, in passes of `rows` responses (all when None)."""
+    from trl.trainer.grpo_config import GRPOConfig
+
+    responses = prompts * samples
+    rows = min(rows or responses, responses)
+    return GRPOConfig(
+        output_dir=str(scratch / "trl"),
+        use_cpu=not on_gpu,
+        bf16=on_gpu,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=responses // rows,
+        num_generations=samples,
+        max_completion_length=new,
+        num_iterations=1,
+        beta=0.0,
+        temperature=1.0,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        shuffle_dataset=False,
+        max_steps=steps,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
 
 
 def _step_ends(trainer: Any) -> list[float]:

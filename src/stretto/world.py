@@ -52,6 +52,10 @@ class World(NamedTuple):
         dist.all_gather_object(values, value)
         return values
 
+    def union(self, lines: Sequence[str]) -> list[str]:
+        """The lines of all ranks, each once, in alphabetical order."""
+        return sorted({line for part in self.gather(lines) for line in part})
+
     def from_first(self, value: Any) -> Any:
         """The first rank's (picklable) value."""
         if self.size == 1:

@@ -51,7 +51,7 @@ class RolloutEngine(Protocol):
     def release_memory(self, *parts: Memory) -> None:
         """Give back device memory that only generation needs; the engine has to be paused.
 
-        Its keys and values are forgotten with "kv". Without "weights" it refuses until a full publication commits.
+        With "kv" its keys and values are forgotten; with "weights" it refuses until a full publication commits.
         """
         ...
 

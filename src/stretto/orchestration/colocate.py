@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -185,19 +185,18 @@ class ColocatedRun:
             yield moved
             return
         publisher.open(Version(self._so_far.incarnation, number))
-        switch, timer, trainer = self._parts.switch, self._parts.watch.timer, self._parts.trainer
-        if switch is not None:
-            with timer("switch"):
-                switch.to_trainer(trainer)
+        self._hand_over(lambda switch: switch.to_trainer(self._parts.trainer))
         yield moved
-        if switch is not None:
-            with timer("switch"):
-                switch.to_publication(trainer)
-        with timer("sync"):
+        self._hand_over(lambda switch: switch.to_publication(self._parts.trainer))
+        with self._parts.watch.timer("sync"):
             moved.append(publisher.close())
-        if switch is not None:
-            with timer("switch"):
-                switch.to_engine()
+        self._hand_over(Switch.to_engine)
+
+    def _hand_over(self, turn: Callable[[Switch], None]) -> None:
+        """Have the device's memory change hands, where it does."""
+        if (switch := self._parts.switch) is not None:
+            with self._parts.watch.timer("switch"):
+                turn(switch)
 
     def _end(self, batch: Batch, report: StepReport, step: int) -> None:
         """End the reservations of the batch and write the ledger."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -70,13 +71,14 @@ class Session:
 
     def __init__(self, world: World, source: Source, destination: Destination, options: Options):
         self._world, self._options = world, options
-        self._source, self._direct = source, destination.direct
-        self._first = 0
+        self._source, self._destination = source, destination
         key = bytes.fromhex(world.from_first(secrets.token_hex(16)))
         door = Door(key)
         senders = world.gather(door.address)
         leads = world.gather(destination.engine is not None)
-        first = self._first = sum(leads[: world.rank]) * destination.ranks_each
+        first = sum(leads[: world.rank]) * destination.ranks_each
+        self._numbers = [world.size + rank for rank in range(destination.direct.ranks)]
+        self._mine = self._numbers[first : first + destination.ranks_each]
         self.receivers = (
             Receivers(destination.engine, destination.ranks_each, first, senders, key, options.timeout_s)
             if destination.engine is not None
@@ -87,8 +89,7 @@ class Session:
         try:
             self.call_in()
             self.unlike, self.refused = self._inspect()
-            terms = self._terms(source)
-            self.sending = self._connect(door, source, destination, terms, first)
+            self.sending = self._connect(door, self._terms())
             self.let_go()
         except BaseException:
             self.close()
@@ -112,12 +113,9 @@ class Session:
         if self.unlike:
             return []
         assert self._link is not None, "the session is made"
-        ranks = self._direct.ranks
-        plan = Plan.of(self._source.layout, self._direct, [self._world.size + rank for rank in range(ranks)])
-        part = sample_of(plan, number)
+        part = sample_of(self._direct_plan, number)
         if self.receivers is not None:
-            mine = range(self._first, self._first + self.receivers.count)
-            self.receivers.ask("reread", [(part, self._world.size + rank) for rank in mine])
+            self.receivers.ask("reread", [(part, process) for process in self._mine])
         sending([part], self._world.rank, self._source.weights, self._source.stream, self._link).run()
         found: list[str] = []
         self._on_every_rank(lambda receivers: found.extend(name for one in receivers.answers("reread") for name in one))
@@ -150,13 +148,13 @@ class Session:
         derived: list[str] = []
 
         def ask(receivers: Receivers) -> None:
-            receivers.ask("inspect", [self._direct] * receivers.count)
+            receivers.ask("inspect", [self._destination.direct] * receivers.count)
             for differences, reasons in receivers.answers("inspect"):
                 unlike.extend(differences)
                 derived.extend(reasons)
 
         self._on_every_rank(ask)
-        unlike, derived = (_together(self._world, lines) for lines in (unlike, derived))
+        unlike, derived = self._world.union(unlike), self._world.union(derived)
         if self._options.write == "loader":
             return unlike, ['sync.write is "loader"']
         found = [*unlike, *derived]
@@ -164,10 +162,10 @@ class Session:
             raise ValueError('sync.write = "direct", but the engine cannot be written so: ' + "; ".join(found[:5]))
         return unlike, found
 
-    def _terms(self, source: Source) -> Terms:
+    def _terms(self) -> Terms:
         write = "loader" if self.refused else "direct"
         options = self._options
-        windowed = write == "loader" or source.stream is not None
+        windowed = write == "loader" or self._source.stream is not None
         return Terms(write, windowed, options.checksums, options.extra_bytes, self._serve_store())
 
     def _serve_store(self) -> tuple[str, int] | None:
@@ -179,15 +177,17 @@ class Session:
             self._store = TCPStore(self._options.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return self._options.host, self._world.from_first(self._store.port if self._store else None)
 
-    def _connect(self, door: Door, source: Source, destination: Destination, terms: Terms, first: int) -> Sending:
+    @cached_property
+    def _direct_plan(self) -> Plan:
+        return Plan.of(self._source.layout, self._destination.direct, self._numbers)
+
+    def _connect(self, door: Door, terms: Terms) -> Sending:
         """Give everyone the plan and make the link."""
-        target = destination.direct if terms.write == "direct" else destination.loader
-        numbers = [self._world.size + rank for rank in range(target.ranks)]
-        plan = Plan.of(source.layout, target, numbers)
+        source, loader = self._source, self._destination.loader
+        plan = self._direct_plan if terms.write == "direct" else Plan.of(source.layout, loader, self._numbers)
         if self.receivers is not None:
-            mine = numbers[first : first + destination.ranks_each]
-            self.receivers.ask("connect", [(plan, number, terms) for number in mine])
-        link = self._link = self._make_link(door, numbers, terms)
+            self.receivers.ask("connect", [(plan, process, terms) for process in self._mine])
+        link = self._link = self._make_link(door, self._numbers, terms)
         self._on_every_rank(lambda receivers: receivers.answers("connect"))
         parts = parts_of(plan, windowed=terms.windows)
         checksums = self._options.checksums
@@ -207,11 +207,6 @@ class Session:
             timeout_s=options.timeout_s,
             store=self._store,
         )
-
-
-def _together(world: World, lines: list[str]) -> list[str]:
-    """The lines of all ranks, each once."""
-    return sorted({line for part in world.gather(lines) for line in part})
 
 
 def _meet(door: Door, numbers: Sequence[int], timeout_s: float) -> dict[int, Connection]:

@@ -174,7 +174,7 @@ def engine_holds(bench: Bench, exported: Path, earlier: Mapping[str, Tensor] | N
 def _server_holds(bench: Bench) -> Failure | None:
     """What a server has other than the trainer, in bits."""
     assert bench.publisher is not None, "it is connected"
-    wrong = sorted({name for part in bench.world.gather(bench.publisher.reread(None)) for name in part})
+    wrong = bench.world.union(bench.publisher.reread(None))
     if not wrong:
         return None
     return Failure(wrong[0], "not what was sent", f"the server has other values in {', '.join(wrong[:10])}")
