@@ -42,7 +42,7 @@ ARGUMENTS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 EXAMPLES = 2
 SERVERS: dict[str, dict[str, Any]] = {
     "sglang": SERVER["sglang"]
-    | {"cuda_graph_max_bs_decode": 128, "mem_fraction_static": 0.2, "disable_prefill_cuda_graph": True},
+    | {"cuda_graph_max_bs_decode": 128, "mem_fraction_static": 0.3, "disable_prefill_cuda_graph": True},
     "vllm": SERVER["vllm"],
 }
 REFERENCE, OTHER_SEED = "fsdp+embedded", "fsdp+embedded, other seed"

@@ -49,7 +49,7 @@ def _qwen3(tiny_model: Path, sizes: Mapping[str, int]) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.04,
         bos_token_id=None,

@@ -26,7 +26,7 @@ from stretto.sync.transports import EngineTransport
 from stretto.world import World
 from vllm_here import vllm_python
 
-MAX_LENGTH = 512
+MAX_LENGTH = 1024
 QUICK: Mapping[str, Any] = {"enforce_eager": True, "enable_prefix_caching": False}
 
 
@@ -82,7 +82,8 @@ def sglang() -> Kind:
         "grammar_backend": "none",
         "disable_prefill_cuda_graph": True,
         "cuda_graph_max_bs_decode": 8,
-        "mem_fraction_static": 0.1,
+        "mem_fraction_static": 0.5,
+        "max_total_tokens": 32768,  # the pool: a fresh server finds memory beside the one that runs
         "enable_memory_saver": True,
         "enable_deterministic_inference": True,
     }
