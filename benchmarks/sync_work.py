@@ -231,7 +231,7 @@ def run_trainer(
             say(str({key: round(value, 1) for key, value in one.items()}))
         after = difference(trainer, engine)
         again = [timed(lambda: generate(engine, 1, 1), world.device) for _ in range(4)]
-        copies = host_copies(share, trainer, world.device) if turns.offload else {}
+        copies = host_copies(share, trainer, switch, world.device) if turns.offload else {}
         moved = sum(tensor.numel() for tensor in trainer.weights().values()) * (4 if case.tiny else 2)
         peer = sglang_update(engine, trainer) if (case.engine, name) == ("sglang", "fsdp") and not copies else {}
         if copies:
@@ -260,12 +260,15 @@ def run_trainer(
     return found | peer | copies
 
 
-def host_copies(share: Share, trainer: Trainer, device: torch.device) -> dict[str, float]:
-    """The rate of the optimizer's copies to host memory and back."""
+def host_copies(share: Share, trainer: Trainer, switch: Switch, device: torch.device) -> dict[str, float]:
+    """The rate of the optimizer's copies to host memory and back, in the trainer's turn: only then both have room."""
     out, back = [], []
+    switch.to_trainer(trainer)
     for _ in range(3):
         out.append(timed(trainer.offload, device))
         back.append(timed(trainer.onload, device))
+    switch.to_publication(trainer)
+    switch.to_engine()
     size = share.optimizer_bytes
     return {
         "optimizer_bytes": size,

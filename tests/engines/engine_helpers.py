@@ -42,10 +42,14 @@ class Served:
     """Whether a pause changes no token: an engine may draw anew what follows it."""
     filters: frozenset[str] = frozenset({"top_k", "top_p", "min_p"})
     """Which filters it serves at any temperature."""
+    mixes_filters: bool = True
+    """Whether a request's filters change no token of its neighbours, which have none."""
     long: int = 120
     """New tokens of a response that is still under way when a test acts on it."""
     real_tolerance: float = 1e-5
     """Of a real model's log-probs: kernels that add in another order are a few bits of its logits off."""
+    exactness: float = 2e-5
+    """How far transformers' log-probs are from float64's, in the engine's type and on its device."""
     bound: Bound = field(default_factory=Bound)
     fresh: Callable[[Path], AbstractContextManager[RolloutEngine]] = field(default_factory=lambda: fresh_engine)
     """Another engine of the kind, that has the weights of a checkpoint from its files."""
@@ -102,6 +106,7 @@ def serve_cuda(directory: Path, *, max_sequences: int = 8, eos_ids: Sequence[int
         max_sequences=max_sequences,
         eos_ids=eos_ids,
         device=device,
+        exactness=1e-4,
         bound=Bound(each=1e-4),
         fresh=partial(fresh_engine, device=device),
         held_bytes=torch.cuda.memory_allocated,

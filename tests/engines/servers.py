@@ -87,7 +87,14 @@ def sglang() -> Kind:
         "enable_memory_saver": True,
         "enable_deterministic_inference": True,
     }
-    differences = {"resumes_exactly": False, "filters": frozenset({"top_k", "top_p"}), "long": 440, "bound": ROUNDED}
+    differences = {
+        "resumes_exactly": False,
+        "filters": frozenset({"top_k", "top_p"}),
+        "mixes_filters": False,  # it sorts a batch in which one has them, and then draws from the sorted
+        "long": 440,
+        "exactness": 0.2,
+        "bound": ROUNDED,
+    }
     tp = int(os.environ.get("STRETTO_SGLANG_TP", "1"))
     return Kind("sglang", SglangEngine, python, torch.device("cuda", 0), torch.bfloat16, options, tp, differences)
 

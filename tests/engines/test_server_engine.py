@@ -151,6 +151,12 @@ def test_a_stop_id_and_the_end_of_sequence_are_asked_for(engine: SglangEngine) -
     assert got.finish_reason is FinishReason.STOP
 
 
+def test_a_stop_id_on_the_last_allowed_token_is_a_stop_whatever_the_server_says(engine: SglangEngine) -> None:
+    free = ids_of(request(0, (5,), (7,), max_new_tokens=1))
+    got = run(engine, request(0, (5,), (7,), max_new_tokens=1, stop_ids=free))[0, 0]
+    assert (got.response_ids, got.finish_reason) == (free, FinishReason.STOP)
+
+
 WRONG = {
     faults.REFUSES: "answered 503: .*not today",
     faults.ABORTS: "aborted request 0, which nobody asked for",

@@ -28,7 +28,8 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": F
 class SglangEngine(ServerEngine):
     """See :class:`~stretto.engines.server.ServerEngine`.
 
-    A seed decides a sample only with the option `enable_deterministic_inference`: otherwise SGLang ignores seeds.
+    A seed decides a sample only with the option `enable_deterministic_inference` (otherwise SGLang ignores seeds), and
+    there only among requests that all have filters, or all none: where one has, SGLang draws from sorted probabilities.
     """
 
     def __init__(self, *arguments: Any, tp: int, options: Mapping[str, Any], **named: Any):

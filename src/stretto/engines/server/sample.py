@@ -43,6 +43,8 @@ class Sample:
         self.ids += answer.ids
         self.logprobs += answer.logprobs
         reason = answer.reason
+        if reason is FinishReason.LENGTH:  # a server may not look at the last allowed token any more
+            reason = rule.reason(self.ids, self.request.sampling) or reason
         if begin and self.request.sampling.stop and self._cut_behind_joint(begin, rule):
             reason = FinishReason.STOP
         if len(self.ids) > begin:

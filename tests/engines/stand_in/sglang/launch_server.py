@@ -51,6 +51,8 @@ class Server:
                 return ids, {"type": "abort", "message": "Aborted"}
             assert not self.paused, "a token was computed while paused"
             ids.append(faults.token(sampling["sampling_seed"], len(asked["input_ids"]) + len(ids)))
+            if len(ids) == sampling["max_new_tokens"]:
+                break  # it does not look at the last allowed token
             if not sampling["ignore_eos"] and ids[-1] in sampling["stop_token_ids"]:  # it ignores both or neither
                 return ids, {"type": "stop", "matched": ids[-1]}
         return ids, {"type": "length", "length": len(ids)}
