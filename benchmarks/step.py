@@ -4,8 +4,9 @@
 
 Random weights of Qwen3-0.6B's shapes, 32 prompts of 128 tokens, 8 samples of 512 tokens each, which nothing ends
 early. Each system runs in a process of its own, but for the bare requests: they go to the very server that Stretto
-adopts after them. TRL runs with whichever of transformers' caches is faster. `$STRETTO_RESULTS/step.json` is written
-after every system, and keeps what an earlier call with `--only` found. `--tiny` shows on a CPU that it runs.
+adopts, before it does and after. TRL runs with whichever of transformers' caches is faster.
+`$STRETTO_RESULTS/step.json` is written after every system, and keeps what an earlier call with `--only` found.
+`--tiny` shows on a CPU that it runs.
 """
 
 from __future__ import annotations

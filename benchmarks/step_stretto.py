@@ -28,6 +28,8 @@ from stretto.types import Request, Sampling
 from stretto.world import join_world, leave_world
 
 BARE = "bare"
+ROWS = 32
+"""Of a micro-batch, as in TRL's run: every one has the same shape, for which the model is compiled once."""
 REWARD = f"{Path(__file__).resolve().with_name('step_vs_trl.py')}:odd_digits"
 OPTIONS: dict[str, dict[str, Any]] = {
     # Beside the server there has to be room for the trainer's activations: 0.25 holds three times this batch's KV.
@@ -56,7 +58,7 @@ def run_config(work: Work, scratch: Path, engine: dict[str, Any]) -> RunConfig:
         "trainer": {
             "lr": 1e-6,
             "batching": "padded",
-            "micro_batch_tokens": 16384,
+            "micro_batch_tokens": ROWS * (work.prompt + work.new),
             "logit_chunk_tokens": 4096,
             "compile": torch.cuda.is_available(),
         },
@@ -91,7 +93,10 @@ def run_server(
     wanted: Sequence[str],
     keep: Callable[[str, dict[str, Any]], None],
 ) -> None:
-    """One server for both of `wanted`: first asked directly, then adopted by a run. `keep` is given each result."""
+    """One server for both of `wanted`, each of whose results `keep` is given: adopted by a run, and asked directly.
+
+    It is asked both before and after the run, since its speed drifts by a tenth within minutes.
+    """
     options: dict[str, Any] = {"backend": backend, backend: OPTIONS[backend], **({"python": python} if python else {})}
     config = run_config(work, scratch, options)
     world = join_world(config.rollout.timeout_s)
@@ -100,21 +105,24 @@ def run_server(
         server = open_engine(config, world, Model.load(config), stack)
         assert isinstance(server, ServerEngine)
         say(f"{backend} serves")
+        bare: list[dict[str, float]] = []
         if BARE in wanted:
-            keep(BARE, run_bare(work, server.base_url, backend, Model.load(config)))
-            say("bare requests are done")
+            bare += ask_bare(work, server.base_url, backend, Model.load(config), seed=1)
         if backend in wanted:
             adopted = run_config(work, scratch, {"backend": backend, "url": server.base_url})
             keep(backend, run_stretto(work, adopted))
+        if BARE in wanted:
+            bare += ask_bare(work, server.base_url, backend, Model.load(config), seed=3)
+            keep(BARE, told(work, bare))
 
 
-def run_bare(work: Work, url: str, backend: str, model: Model) -> dict[str, Any]:
-    """The requests of a step, word for word, sent all at once and decoded; other prompts in every round."""
+def ask_bare(work: Work, url: str, backend: str, model: Model, *, seed: int) -> list[dict[str, float]]:
+    """Seconds of a step's requests, word for word, sent all at once and decoded; other prompts in every round."""
     on_gpu = torch.cuda.is_available()
     dialect: Dialect = (
         Sglang(tp=1, options={}) if backend == "sglang" else Vllm(filters=False, on_gpu=on_gpu, options={})
     )
-    texts, rounds = work.texts(seed=1), []
+    texts, rounds = work.texts(seed=seed), []
     for at in range(0, len(texts), work.prompts):
         calls = [dialect.generate(part) for part in _parts(work, texts, at, model)]
         begin = time.perf_counter()
@@ -122,7 +130,7 @@ def run_bare(work: Work, url: str, backend: str, model: Model) -> dict[str, Any]
         rounds.append({"rollout": time.perf_counter() - begin})
         if any(len(answer.ids) != work.new for answer in answers):
             raise RuntimeError(f"the server did not answer with {work.new} tokens each: not the same work")
-    return told(work, rounds[work.warm_up :])
+    return rounds[work.warm_up :]
 
 
 def _parts(work: Work, texts: Sequence[str], at: int, model: Model) -> Iterator[Part]:

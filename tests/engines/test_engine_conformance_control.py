@@ -85,9 +85,10 @@ def drained(completions: Queue[Completion | Exception]) -> dict[tuple[int, int],
 
 def test_abort_of_one_request_between_yields_leaves_the_others_alone(serve: Factory, tiny_model: Path) -> None:
     served = serve(tiny_model, max_sequences=4)
+    length = 2 * served.long  # a server on a busy machine must not be at the end before the abort is
     short, victim = (
         request(0, served.prompt(9), (1, 2), max_new_tokens=16),
-        request(1, served.prompt(40), (3, 4, 5, 6, 7), max_new_tokens=served.long),
+        request(1, served.prompt(12), (3, 4, 5, 6, 7), max_new_tokens=length),
     )
     other = request(2, served.prompt(17), (8, 9), max_new_tokens=12)
     whole = run(served.engine, short, victim, other)
@@ -101,7 +102,7 @@ def test_abort_of_one_request_between_yields_leaves_the_others_alone(serve: Fact
     for place, one in found.items():
         if place[0] == 1:
             assert one.finish_reason is FinishReason.ABORT
-            assert len(one.response_ids) < served.long
+            assert len(one.response_ids) < length
             assert_begins_like(served, one, whole[place])
         else:
             assert one.response_ids == whole[place].response_ids
@@ -146,7 +147,7 @@ def test_abort_from_another_thread(served: Served) -> None:
 
 
 def test_a_publication_from_another_thread_splits_the_spans_of_what_is_under_way(served: Served) -> None:
-    length = 2 * served.long  # a server on a busy machine must not be at the end before the publication is
+    length = 2 * served.long  # the machine may be busy here as well
     requests = [
         request(0, served.prompt(5), (1,), max_new_tokens=8),
         request(1, served.prompt(9), (2, 3), max_new_tokens=length),

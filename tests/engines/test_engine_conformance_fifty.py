@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -22,10 +23,11 @@ def logprobs_of(completions: Completions) -> list[float]:
 
 
 def expected_logprobs(served: Served, requests: list[Request], completions: Completions) -> list[float]:
-    """Those of transformers, in the same order."""
+    """Those of transformers, in the same order: in float64, since an error of its own would be half of the bound."""
+    exact = copy.deepcopy(served.reference).double()
     return list(
         chain.from_iterable(
-            reference_logprobs(served.reference, asked.prompt_ids, one.response_ids, asked.sampling.temperature)
+            reference_logprobs(exact, asked.prompt_ids, one.response_ids, asked.sampling.temperature)
             for asked, one in ((requests[place[0]], one) for place, one in completions.items())
         )
     )

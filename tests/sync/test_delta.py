@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -53,6 +55,26 @@ def test_any_change_of_any_tensor_comes_back(
     assert torch.equal(bits(old), before), "who decodes keeps the old tensor"
     assert sum(one.nbytes for one in parts.values()) <= new.nbytes
     assert (not parts) == torch.equal(bits(old), bits(new))
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rates=st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0]), min_size=1, max_size=5),
+    seed=st.integers(0, 2**31),
+)
+def test_one_change_after_another_comes_back_and_changes_nothing_it_was_given(
+    dtype: torch.dtype, rates: list[float], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    states = [random_bits((33, 5), dtype, generator)]
+    for rate in rates:
+        other = random_bits((33, 5), dtype, generator)
+        states.append(torch.where(torch.rand(33, 5, generator=generator) < rate, other, states[-1]))
+    changes = [encode(old, new) for old, new in pairwise(states)]
+    handed = [states[0], *(one["whole"] for one in changes if "whole" in one)]
+    before = [bits(one).clone() for one in handed]
+    assert torch.equal(bits(decode(states[0], *changes)), bits(states[-1]))
+    assert all(map(torch.equal, before, map(bits, handed)))
 
 
 def test_signs_of_zero_and_nans_are_changes() -> None:

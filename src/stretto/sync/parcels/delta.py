@@ -23,39 +23,53 @@ def encode(old: Tensor, new: Tensor) -> dict[str, Tensor]:
     element), whichever is shorter; or the `whole` tensor, where that is not longer.
     """
     before, after = _bits(old), _bits(new)
-    differs = before != after
-    changed, count = int(differs.sum()), len(after)
+    differs = (before != after).numpy()
+    places, count = _places(differs), len(after)
+    changed = len(places)
     if not changed:
         return {}
     wide = torch.int32 if count <= _SHORT else torch.int64
     where = min(changed * wide.itemsize, -(-count // 8))
     if where + changed * after.element_size() >= count * after.element_size():
         return {"whole": new}
-    values = after[differs]
+    values = after[places]
     if where < changed * wide.itemsize:
-        return {"mask": torch.from_numpy(np.packbits(differs.numpy())), "values": values}
-    return {"places": differs.nonzero().view(-1).to(wide), "values": values}
+        return {"mask": torch.from_numpy(np.packbits(differs)), "values": values}
+    return {"places": places.to(wide), "values": values}
 
 
-def decode(old: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """The tensor that `encode` was given as `new`; `old` stays as it is.
+def decode(old: Tensor, *changes: Mapping[str, Tensor]) -> Tensor:
+    """The tensor that `encode` was given as `new`, after several changes the oldest first; `old` stays as it is.
 
     Raises ValueError when the parts do not fit it or one another.
     """
-    if not parts:
-        return old
-    if "whole" in parts:
-        return parts["whole"]
-    bits = _bits(old).clone()
+    tensor, ours = old, False
+    for parts in changes:
+        if "whole" in parts:
+            tensor, ours = parts["whole"], False
+        elif parts:
+            tensor, ours = tensor if ours else tensor.clone(memory_format=torch.contiguous_format), True
+            _change(_bits(tensor), parts)
+    return tensor
+
+
+def _change(bits: Tensor, parts: Mapping[str, Tensor]) -> None:
+    """Write the values where they belong."""
     if "mask" in parts:
-        where = torch.from_numpy(np.unpackbits(parts["mask"].numpy(), count=len(bits)).view(np.bool_))
+        where = _places(np.unpackbits(parts["mask"].numpy(), count=len(bits)).view(np.bool_))
     else:
         where = parts["places"].long()
+    if where.shape != parts["values"].shape:
+        raise ValueError(f"the changes do not fit ({len(where)} places, {len(parts['values'])} values)")
     try:
-        bits[where] = parts["values"]
-    except (RuntimeError, IndexError) as error:
+        bits.scatter_(0, where, parts["values"])
+    except RuntimeError as error:
         raise ValueError(f"the changes do not fit ({error})") from error
-    return bits.view(old.dtype).view(old.shape)
+
+
+def _places(mask: np.ndarray) -> Tensor:
+    """Where it is set; numpy finds that in a fraction of torch's time."""
+    return torch.from_numpy(np.flatnonzero(mask))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -70,13 +70,11 @@ class Parcel:
             changes.append({part: self._part(directory / entry.file, part_name(name, part)) for part in entry.parts})
             if "whole" in entry.parts:
                 break
-        tensor = changes.pop()["whole"]
-        for parts in reversed(changes):
-            try:
-                tensor = decode(tensor, parts)
-            except ValueError as error:
-                raise ParcelError(f"{self._links[0][0]}: wrong bytes of {name}: {error}") from error
-        return tensor
+        whole = changes.pop()["whole"]
+        try:
+            return decode(whole, *reversed(changes))
+        except ValueError as error:
+            raise ParcelError(f"{self._links[0][0]}: wrong bytes of {name}: {error}") from error
 
     def _part(self, file: Path, name: str) -> Tensor:
         from safetensors import SafetensorError, safe_open
