@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine_helpers import (
 )
 
 from stretto.engines import EngineError
+from stretto.engines.inbox import Bounds, Inbox
 from stretto.types import Completion, FinishReason, Request, Version, VersionSpan
 
 
@@ -341,3 +343,42 @@ def test_close_ends_what_is_under_way(served: Served) -> None:
     next(stream)
     served.engine.close()
     assert [one.finish_reason for one in stream] == [FinishReason.ABORT] * 2
+
+
+def test_requests_may_come_while_others_are_generated(served: Served) -> None:
+    inbox = Inbox()
+    stream = served.engine.serve(inbox, Bounds(prompt=16, new=served.long, samples=2))
+    first = request(1, served.prompt(5), (1, 2), max_new_tokens=served.long // 4)
+    short = [request(number, served.prompt(9, number), (3, 4), max_new_tokens=4) for number in (2, 3)]
+    inbox.put(first)
+    one = next(stream)
+    inbox.put(*short)
+    with pytest.raises(ValueError, match="request 4"):
+        inbox.put(request(4, (), (7, 8)))
+    inbox.close()
+    found = by_place([one, *stream])
+    assert set(found) == {(number, index) for number in (1, 2, 3) for index in (0, 1)}
+    assert all(len(one.response_ids) == 4 for (number, _), one in found.items() if number > 1)
+    for asked in (first, *short):
+        for index in (0, 1):
+            assert_logprobs(served, asked, found[asked.id, index])
+    with pytest.raises(RuntimeError, match="closed"):
+        inbox.put(request(5, served.prompt(5)))
+
+
+def test_an_idle_engine_begins_what_comes_at_once_and_ends_when_it_is_closed(served: Served) -> None:
+    inbox, found = Inbox(), Queue[Completion]()
+    stream = served.engine.serve(inbox, Bounds(prompt=16, new=served.long, samples=1))
+    thread = threading.Thread(target=lambda: [found.put(one) for one in stream])
+    thread.start()
+    time.sleep(0.3)
+    inbox.put(request(1, served.prompt(5), max_new_tokens=3))
+    assert found.get(timeout=DEADLINE_S).finish_reason is FinishReason.LENGTH
+    inbox.put(request(2, served.prompt(5), max_new_tokens=served.long))
+    served.engine.abort([2])
+    assert found.get(timeout=DEADLINE_S).finish_reason is FinishReason.ABORT
+    inbox.put(request(3, served.prompt(5), max_new_tokens=served.long))
+    served.engine.close()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert found.get(timeout=1.0).finish_reason is FinishReason.ABORT

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
+from stretto.engines.inbox import Bounds, Inbox
 from stretto.sync.layout import Layout
 from stretto.types import Completion, Request, Version
 
@@ -19,7 +20,7 @@ class EngineError(RuntimeError):
 class RolloutEngine(Protocol):
     """Token ids in; token ids, their log-probs, a finish reason and weight-version spans out.
 
-    `generate` runs in the caller's thread, one generation at a time; every other method may be called from any thread
+    `generate` and `serve` run in the caller's thread, one generation at a time; every other method may be called from any thread
     while it runs. A token is computed only while nothing is paused and no publication is under way: two gates, of which
     `resume` opens one, and `commit` or `cancel` the other.
     """
@@ -30,6 +31,14 @@ class RolloutEngine(Protocol):
         The iterator must be exhausted or closed (dropping it closes it) before the next call, which raises EngineError
         otherwise. Raises ValueError for a malformed request (before anything is generated); EngineError past
         `deadline_s`, after `close`, and at once when the weights may be mixed.
+        """
+        ...
+
+    def serve(self, inbox: Inbox, bounds: Bounds) -> Iterator[Completion]:
+        """Yield each sample of the requests that come through `inbox`, all within `bounds`, as it finishes.
+
+        As `generate`, but that it goes on until the inbox has ended, and has no deadline: `abort` ends a request, and
+        `close` all of them. A malformed request is refused where it is put into the inbox.
         """
         ...
 

@@ -112,6 +112,11 @@ class Control:
             self._closed = True
             self.abort(None)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was closed."""
+        return self._closed
+
     def is_aborted(self, request_id: int) -> bool:
         """Whether that request was aborted."""
         aborted = self._aborted  # read once: another thread may be replacing it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ class StepControl(Control):
         at once when the weights are mixed.
         """
         with self._condition:
-            left = max(0.0, deadline - time.monotonic())
+            left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
             if not self._condition.wait_for(lambda: self._disturbed or self._refuses or not self._shut_by(), left):
                 raise EngineError(f"{self._shut_by()} at the rollout's deadline (rollout.timeout_s)")
             disturbed, self._disturbed = self._disturbed, False

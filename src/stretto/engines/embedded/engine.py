@@ -18,6 +18,7 @@ from stretto.engines.embedded.batch import Group, LiveBatch, Sample
 from stretto.engines.embedded.control import StepControl
 from stretto.engines.embedded.model import assign, build_module, checkpoint_tensors
 from stretto.engines.embedded.sampling import Draws, draw, uniforms
+from stretto.engines.inbox import Bounds, Inbox
 from stretto.engines.requests import check_requests
 from stretto.engines.stopping import StopRule
 from stretto.sync.binding import dtype_name
@@ -27,6 +28,8 @@ from stretto.sync.layouts import replica_layout
 from stretto.types import Completion, FinishReason, Request, Sampling, Version
 
 _PREFILL_TOKENS = 8192
+_IDLE_S = 0.1
+"""Seconds between looks at whether the engine was closed while nothing is asked."""
 
 
 class EmbeddedEngine:
@@ -133,25 +136,43 @@ class EmbeddedEngine:
 
     def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
         """See the contract."""
+        self._check_ready()
         self._check(requests)
-        stream = self._generate(deque(requests), time.monotonic() + deadline_s)
+        if not requests:
+            return iter(())
+        batch = self._new_batch(Bounds.of(requests), sum(len(request.seeds) for request in requests), len(requests))
+        return self._begin(self._generate(Inbox(requests, closed=True), batch, time.monotonic() + deadline_s))
+
+    def serve(self, inbox: Inbox, bounds: Bounds) -> Iterator[Completion]:
+        """See the contract."""
+        self._check_ready()
+        batch = self._new_batch(bounds, self._max_sequences, self._max_sequences)
+        stream = self._begin(self._generate(inbox, batch, math.inf))
+        inbox.open(self._check)
+        return stream
+
+    def _begin(self, stream: Generator[Completion]) -> Generator[Completion]:
         self._control.begin(stream)
         return stream
 
-    def _check(self, requests: Sequence[Request]) -> None:
+    def _check_ready(self) -> None:
         if not self._ready:
             raise EngineError("the engine has no weights yet: adopt the trainer's or allocate its own first")
+
+    def _check(self, requests: Sequence[Request]) -> None:
         vocabulary = self._module.get_input_embeddings().weight.shape[0]
         check_requests(requests, vocabulary=vocabulary, max_length=self._max_length)
 
-    def _generate(self, waiting: deque[Request], deadline: float) -> Generator[Completion]:
-        if not waiting:
-            return
-        batch = self._new_batch(waiting)
+    def _generate(self, inbox: Inbox, batch: LiveBatch, deadline: float) -> Generator[Completion]:
+        waiting = deque[Request]()
         while True:
+            waiting.extend(inbox.take())
             yield from self._drop_aborted(batch, waiting)
             if not waiting and not batch.groups:
-                return
+                if inbox.ended or self._control.closed:
+                    return
+                inbox.wait(_IDLE_S)
+                continue
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{len(batch.samples)} samples were unfinished and {len(waiting)} prompts not begun at the "
@@ -170,16 +191,16 @@ class EmbeddedEngine:
             finished += self._extend(batch, list(batch.samples), logits_NV)
         return finished
 
-    def _new_batch(self, waiting: deque[Request]) -> LiveBatch:
-        sizes = [len(request.seeds) for request in waiting]
-        rows = min(self._max_sequences, sum(sizes))
+    def _new_batch(self, bounds: Bounds, samples: int, groups: int) -> LiveBatch:
+        """Room for at most so many samples and groups, whatever the engine has room for beside."""
+        rows = min(self._max_sequences, samples)
         # Stragglers keep their group's prompt alive: room for twice the groups that fill the batch.
-        group_rows = min(len(waiting), 2 * -(-rows // min(sizes)) + 1)
+        group_rows = min(groups, 2 * -(-rows // bounds.samples) + 1)
         return LiveBatch(
             rows=rows,
             group_rows=group_rows,
-            prompt_capacity=max(len(request.prompt_ids) for request in waiting),
-            response_capacity=max(request.sampling.max_new_tokens for request in waiting),
+            prompt_capacity=bounds.prompt,
+            response_capacity=bounds.new,
             device=self._device,
         )
 

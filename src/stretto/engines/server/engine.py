@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from stretto.engines.base import EngineError, Memory
+from stretto.engines.inbox import Bounds, Inbox
 from stretto.engines.requests import check_requests
 from stretto.engines.server.client import Call, Client
 from stretto.engines.server.dialect import Dialect, Setup
@@ -212,32 +214,40 @@ class ServerEngine:
 
     def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:
         """See the contract."""
+        self._check(requests)
+        return self._begin(Inbox(requests, closed=True), time.monotonic() + deadline_s)
+
+    def serve(self, inbox: Inbox, bounds: Bounds) -> Iterator[Completion]:
+        """See the contract. The server minds its bounds itself."""
+        stream = self._begin(inbox, math.inf)
+        inbox.open(self._check, self._flights.changed)
+        return stream
+
+    def _check(self, requests: Sequence[Request]) -> None:
         check_requests(requests, vocabulary=self._vocabulary, max_length=self._max_length)
         for request in requests:
             if wrong := self._dialect.wrong_sampling(request.sampling):
                 raise ValueError(f"request {request.id}: {wrong}")
-        stream = self._generate(requests, time.monotonic() + deadline_s)
+
+    def _begin(self, inbox: Inbox, deadline: float) -> Generator[Completion]:
+        stream = self._generate(inbox, deadline)
         self._control.begin(stream)
         return stream
 
-    def _generate(self, requests: Sequence[Request], deadline: float) -> Generator[Completion]:
-        samples = [
-            Sample(request, index, (*self._eos_ids, *request.sampling.stop_ids))
-            for request in requests
-            for index in range(len(request.seeds))
-        ]
-        flight = Flight(self._flights, samples, self._max_sequences)
+    def _samples(self, request: Request) -> Iterator[Sample]:
+        ends = (*self._eos_ids, *request.sampling.stop_ids)
+        return (Sample(request, index, ends) for index in range(len(request.seeds)))
+
+    def _generate(self, inbox: Inbox, deadline: float) -> Generator[Completion]:
         if self._control.closed:
-            yield from (sample.completion(FinishReason.ABORT) for sample in samples)
+            for request in inbox.take():
+                yield from (sample.completion(FinishReason.ABORT) for sample in self._samples(request))
             return
+        flight = Flight(self._flights, inbox, self._samples, self._max_sequences)
         flying = self._client.submit(flight.fly())
         self._flying = {flying, *(one for one in self._flying if not one.done())}
         try:
-            for landed in range(len(samples)):
-                try:
-                    one = flight.landed.get(timeout=max(0.0, deadline - time.monotonic()))
-                except Empty:
-                    raise self._control.overdue(len(samples) - landed) from None
+            while (one := self._next(flight, deadline)) is not None:
                 if isinstance(one, BaseException):
                     raise one
                 yield one
@@ -245,6 +255,14 @@ class ServerEngine:
             if not flying.done():
                 flight.over = True
                 self._flights.changed()
+
+    def _next(self, flight: Flight, deadline: float) -> Completion | BaseException | None:
+        """What lands next; None after the last."""
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        try:
+            return flight.landed.get(timeout=left)
+        except Empty:
+            raise self._control.overdue(flight.unfinished) from None
 
     def _open(self) -> None:
         if self._control.serves:

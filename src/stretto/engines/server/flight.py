@@ -6,16 +6,17 @@ import asyncio
 import itertools
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
 from stretto.engines.base import EngineError
+from stretto.engines.inbox import Inbox
 from stretto.engines.server.client import Client
 from stretto.engines.server.dialect import Answer, Dialect, Part
 from stretto.engines.server.gate import RequestControl
 from stretto.engines.server.sample import Sample
 from stretto.engines.stopping import StopRule
-from stretto.types import Completion, FinishReason
+from stretto.types import Completion, FinishReason, Request
 
 _ABORT_AGAIN_S = 0.05
 
@@ -105,31 +106,47 @@ class Flights:
 
 
 class Flight:
-    """The samples of one `generate`, at most `width` of them at the server at the same time."""
+    """The samples of one generation, at most `width` of them at the server at the same time.
 
-    def __init__(self, flights: Flights, samples: Sequence[Sample], width: int):
-        self._flights, self._width = flights, width
-        self._waiting = deque(samples)
+    `samples_of` makes those of a request that came through `inbox`.
+    """
+
+    def __init__(self, flights: Flights, inbox: Inbox, samples_of: Callable[[Request], Iterable[Sample]], width: int):
+        self._flights, self._inbox, self._samples_of, self._width = flights, inbox, samples_of, width
+        self._waiting: deque[Sample] = deque()
         self._running: set[asyncio.Task[Completion]] = set()
         self._progress = asyncio.Event()
-        self.landed: SimpleQueue[Completion | BaseException] = SimpleQueue()
+        self.landed: SimpleQueue[Completion | BaseException | None] = SimpleQueue()
+        """What ended; None after the last."""
         self.over = False
 
     def wake(self) -> None:
         """Look again at what waits."""
         self._progress.set()
 
+    @property
+    def unfinished(self) -> int:
+        """Samples that were asked for and did not land."""
+        return len(self._waiting) + len(self._running)
+
     async def fly(self) -> None:
         """Put every completion into `landed`, or a failure in the place of the rest. Returns when nothing runs."""
         self._flights.flying.add(self)
-        while self._waiting or self._running:
+        while True:
             self._progress.clear()
             self._launch()
-            if self._running:
-                await self._progress.wait()
+            if not self._running and (self._ends or self._inbox.ended):
+                break
+            await self._progress.wait()
         self._flights.flying.discard(self)
+        self.landed.put(None)
+
+    @property
+    def _ends(self) -> bool:
+        return self.over or self._flights.control.closed
 
     def _launch(self) -> None:
+        self._waiting += [sample for request in self._inbox.take() for sample in self._samples_of(request)]
         if self.over:
             self._waiting.clear()
         aborted = self._flights.control.is_aborted

@@ -56,11 +56,6 @@ class RequestControl(Control):
         """Whether `pause` shut its gate."""
         return self._paused
 
-    @property
-    def closed(self) -> bool:
-        """Whether the engine was closed."""
-        return self._closed
-
     def overdue(self, unfinished: int) -> EngineError:
         """What to raise at the rollout's deadline."""
         return EngineError(
