@@ -24,6 +24,7 @@ _OPTIONS = {
         *("--temperature", "--limit", "--seed", "--chat", "--help"),
     ),
 }
+_SHORT = {"--launch": "--launch.backend"}
 # What `stretto rollout` calls the keys of its configuration.
 _ROLLOUT_FLAGS = {
     "model.path": "--model",
@@ -74,7 +75,10 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
+        if name in _SHORT:
+            name = _SHORT[name]
+            word = name + equals + value
         if not word.startswith("--") or name in options:
             own.append(word)
             continue

@@ -138,6 +138,11 @@ class Rollout:
         )
 
     @property
+    def response_tokens(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.response_ids)
+
+    @property
     def loss_tokens(self) -> int:
         """How many response tokens enter the loss."""
         return sum(self.loss_mask_T)
@@ -146,6 +151,10 @@ class Rollout:
         """The same rollout with its reward; the score must not be a failure."""
         assert score.failure is None, "a failed score is never a value"
         return replace(self, reward=score.reward, reward_parts=dict(score.parts))
+
+    def regrouped(self, group_id: int) -> Rollout:
+        """The same rollout in another group."""
+        return replace(self, group_id=group_id)
 
     def to_json(self, **beside: Any) -> str:
         """One JSON line, with further keys `beside` the rollout's; floats survive the round trip bit by bit."""

@@ -18,11 +18,15 @@ _MARGIN_S = 600.0
 
 
 class World(NamedTuple):
-    """This process's place. Collective methods must be called by every rank."""
+    """This process's place. Collective methods must be called by every rank.
+
+    They use the default process group; with a `group`, on CPU, that one: a thread that publishes needs its own.
+    """
 
     rank: int
     size: int
     device: torch.device
+    group: Any = None
 
     @property
     def first(self) -> bool:
@@ -40,8 +44,8 @@ class World(NamedTuple):
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, operation)
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu" if self.group else self.device)
+        dist.all_reduce(tensor, operation, group=self.group)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any]:
@@ -49,7 +53,7 @@ class World(NamedTuple):
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def union(self, lines: Sequence[str]) -> list[str]:
@@ -61,7 +65,7 @@ class World(NamedTuple):
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def barrier(self, after: str = "a step of saving") -> None:
@@ -69,8 +73,8 @@ class World(NamedTuple):
         if self.size == 1:
             return
         try:
-            if self.device.type == "cpu":
-                dist.monitored_barrier(wait_all_ranks=True)
+            if self.device.type == "cpu" or self.group:
+                dist.monitored_barrier(self.group, wait_all_ranks=True)
             else:
                 dist.barrier()
         except RuntimeError as error:
@@ -91,7 +95,7 @@ def join_world(phase_s: float) -> World:
         torch.cuda.set_device(device)
     world = World(rank, size, device)
     if size > 1:
-        die_with(os.getppid())  # torchrun, whose death by SIGKILL would leave its ranks running
+        die_with(os.getppid())  # torchrun or Ray, whose death by SIGKILL would leave the ranks running
         ensure_group(world, phase_s)
     return world
 

@@ -20,6 +20,7 @@ BASE: dict[str, Any] = {
     "rollout.top_p": 0.9,
     "rollout.allow_filtered_sampling": True,
 }
+ASYNC = {"mode.kind": "fully_async", "launch.backend": "ray"}
 # For each rule of the table, what to change in BASE so that it ignores its keys.
 CHANGES: dict[str, dict[str, Any]] = {
     "algorithm.kl_coef is 0": {"algorithm.kl_coef": 0.0},
@@ -62,6 +63,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "data.chat is false": {"data.chat": False},
     "checkpoint.every is 0": {"checkpoint.every": 0},
     "sync.verify_every is 0": {},
+    'mode.kind is not "fully_async"': {},
+    'launch.backend is not "ray"': {},
+    "mode.max_staleness = 0 begins nothing that could become stale": ASYNC | {"mode.max_staleness": 0},
+    "trainer and engine have devices of their own": ASYNC | {"engine.backend": "sglang"},
+    "the trainer's weights have moved on by the time that the engine could be asked": ASYNC,
     "no filter (rollout.top_p, top_k, min_p) is on": {"rollout.top_p": 1.0},
 }
 VALUES: dict[str, Any] = {
@@ -77,6 +83,7 @@ VALUES: dict[str, Any] = {
     "sync.verify_bound": 0.1,
     "engine.url": "https://host",
     "engine.python": "/venv/bin/python",
+    "launch.address": "10.0.0.1:6379",
     "engine.sglang": {"mem_fraction_static": 0.5},
     "engine.vllm": {"gpu_memory_utilization": 0.5},
     "model.map": "/maps/olmo.py",
@@ -125,6 +132,9 @@ ELSEWHERE = {
     **{f"sync.{name}": SGLANG for name in ("transport", "write", "timeout_s")},
     "sync.verify_bound": {"sync.verify_every": 5},
     **{f"memory.{name}": SGLANG for name in ("release", "offload")},
+    **{f"mode.{name}": ASYNC for name in ("max_staleness", "stale", "update")},
+    **{f"placement.{name}": ASYNC for name in ("engines", "trainers", "lease_s")},
+    "launch.address": ASYNC,
     "sync.directory": SGLANG | {"sync.transport": "disk"},
     "sync.receivers": SGLANG | {"sync.transport": "http"},
     "sync.delta": SGLANG | {"sync.transport": "disk", "sync.directory": "/shared"},
@@ -157,6 +167,13 @@ def test_the_same_keys_are_accepted_where_they_do_something(key: str) -> None:
         (MEGATRON | {"trainer.batching": "packed"}, 'trainer.batching = "packed" needs the fsdp trainer'),
         (SGLANG | {"sync.transport": "disk"}, 'sync.transport = "disk" needs sync.directory'),
         (VLLM | {"sync.transport": "http"}, 'sync.transport = "http" needs sync.receivers'),
+        ({"mode.kind": "fully_async"}, 'set launch.backend = "ray"'),
+        (
+            ASYNC | VLLM | {"sync.transport": "disk", "sync.directory": "/shared"},
+            'sync.transport = "disk" is not built',
+        ),
+        (ASYNC | MEGATRON | {"trainer.names": "bridge"}, 'trainer.names = "bridge" gives its weights only between'),
+        (ASYNC | VLLM | {"engine.url": "http://host", "placement.engines": 2}, "engine.url names one server"),
         ({"rollout.allow_filtered_sampling": None}, "rollout.top_p filters the distribution"),
         ({"reward.weights": [1.0, 2.0]}, "reward.weights has 2 values for 1 functions"),
         (VLLM | {"rollout.temperature": 0.7}, "rollout.temperature is 0.7 and rollout.top_p filters: .*"),

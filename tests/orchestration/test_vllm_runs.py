@@ -10,54 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from run_helpers import alive, command_of, complete, descendants, kill, metrics, start, wait_until, write_run
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-
-from vllm_here import vllm_python
 
 STEPS = 3
 TP2 = {"backend": "megatron", "tp": 2}
 
 
-@pytest.fixture(scope="module")
-def python() -> str:
-    """The interpreter that has vLLM."""
-    return vllm_python()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A Qwen3 with heads of 32, which vLLM serves on CPU, and a tied head."""
-    directory, tokenizer = tmp_path_factory.mktemp("qwen3"), AutoTokenizer.from_pretrained(tiny_model)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-def run_file(directory: Path, model: Path, python: str, trainer: dict[str, Any], sync: dict[str, Any]) -> Path:
+def run_file(directory: Path, qwen3: Path, vllm: str, trainer: dict[str, Any], sync: dict[str, Any]) -> Path:
     options = {"enforce_eager": True, "gpu_memory_utilization": 0.12}
     return write_run(
         directory,
-        model,
+        qwen3,
         steps=STEPS,
         trainer={"lr": 1e-2} | trainer,
-        engine={"backend": "vllm", "python": python, "max_sequences": 16, "vllm": options},
+        engine={"backend": "vllm", "python": vllm, "max_sequences": 16, "vllm": options},
         rollout={"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 12, "temperature": 0.7},
         algorithm={},
         eval={},
@@ -74,13 +40,13 @@ def run_file(directory: Path, model: Path, python: str, trainer: dict[str, Any],
 )
 def test_what_the_server_samples_has_the_log_probs_that_the_trainer_gives_it(
     tmp_path: Path,
-    model: Path,
-    python: str,
+    qwen3: Path,
+    vllm: str,
     trainer: dict[str, Any],
     processes: int,
     sync: dict[str, Any],
 ) -> None:
-    file = run_file(tmp_path / "run-files", model, python, trainer, sync)
+    file = run_file(tmp_path / "run-files", qwen3, vllm, trainer, sync)
     complete("train", file, processes=processes)
     found = metrics(file.parent / "run")
     assert sorted(found) == list(range(STEPS + 1))
@@ -93,7 +59,7 @@ def test_what_the_server_samples_has_the_log_probs_that_the_trainer_gives_it(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["disk", "http"])
 def test_deltas_through_files_keep_the_log_probs_of_the_server_exact(
-    tmp_path: Path, model: Path, python: str, monkeypatch: pytest.MonkeyPatch, transport: str
+    tmp_path: Path, qwen3: Path, vllm: str, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     parcels = tmp_path / "parcels"
     with ExitStack() as stack:
@@ -104,7 +70,7 @@ def test_deltas_through_files_keep_the_log_probs_of_the_server_exact(
         else:
             sync["directory"] = str(parcels)
         # So low a rate changes only the small weights: the others round to what they were.
-        file = run_file(tmp_path / "run-files", model, python, {"lr": 1e-9}, sync)
+        file = run_file(tmp_path / "run-files", qwen3, vllm, {"lr": 1e-9}, sync)
         complete("train", file)
         found = metrics(file.parent / "run")
         for step in range(1, STEPS + 1):
@@ -125,8 +91,8 @@ def receiver(directory: Path) -> Iterator[str]:
 
 
 @pytest.mark.timeout(300)
-def test_no_server_outlives_a_run_that_is_killed(tmp_path: Path, model: Path, python: str) -> None:
-    file = run_file(tmp_path / "run-files", model, python, {}, {})
+def test_no_server_outlives_a_run_that_is_killed(tmp_path: Path, qwen3: Path, vllm: str) -> None:
+    file = run_file(tmp_path / "run-files", qwen3, vllm, {}, {})
     run = start("train", file)
     log = file.parent / "run" / "metrics.jsonl"
     wait_until(lambda: log.exists() and len(log.read_text().splitlines()) > 1, run)

@@ -44,10 +44,29 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     if updates > prompts:
         yield f"trainer.updates_per_batch = {updates} is more than the {prompts} prompts of a step"
     yield from _megatron_contradictions(config.trainer)
-    if through_files(config):
+    if config.mode.kind == "fully_async":
+        yield from _async_contradictions(config)
+    elif through_files(config):
         yield from _lacking_of_files(config.sync)
     if config.engine.backend == "vllm":
         yield from _vllm_contradictions(config)
+
+
+def _async_contradictions(config: RunConfig) -> Iterator[str]:
+    if config.launch.backend != "ray":
+        yield 'mode.kind = "fully_async" needs processes for each part: set launch.backend = "ray" (or --launch ray)'
+    if through_files(config):
+        yield (
+            f'sync.transport = "{config.sync.transport}" is not built for mode.kind = "fully_async"; leave it out, or '
+            "set ipc or collective"
+        )
+    if config.trainer.backend == "megatron" and config.trainer.names == "bridge":
+        yield (
+            'trainer.names = "bridge" gives its weights only between optimizer steps, and mode.kind = "fully_async" '
+            'publishes while the trainer works; set trainer.names = "raw"'
+        )
+    if config.engine.url is not None and config.placement.engines > 1:
+        yield f"engine.url names one server and placement.engines is {config.placement.engines}; set that to 1"
 
 
 def _lacking_of_files(sync: SyncConfig) -> Iterator[str]:

@@ -91,6 +91,27 @@ IGNORED: tuple[Rule, ...] = (
         through_files,
         "a server reads files with its own loader, after it has compared a digest of every tensor",
     ),
+    Rule(
+        ("mode.max_staleness", "mode.stale", "mode.update", "placement.engines", "placement.lease_s"),
+        lambda c: c.mode.kind != "fully_async",
+        'mode.kind is not "fully_async"',
+    ),
+    Rule(("launch.address", "placement.trainers"), lambda c: c.launch.backend != "ray", 'launch.backend is not "ray"'),
+    Rule(
+        ("memory.release", "memory.offload"),
+        lambda c: c.mode.kind == "fully_async",
+        "trainer and engine have devices of their own",
+    ),
+    Rule(
+        ("mode.stale",),
+        lambda c: c.mode.max_staleness == 0,
+        "mode.max_staleness = 0 begins nothing that could become stale",
+    ),
+    Rule(
+        ("sync.verify_every", "sync.verify_bound"),
+        lambda c: c.mode.kind == "fully_async",
+        "the trainer's weights have moved on by the time that the engine could be asked",
+    ),
     Rule(("trainer.min_lr_ratio",), lambda c: c.trainer.schedule == "constant", 'trainer.schedule is "constant"'),
     Rule(("data.heldout",), lambda c: c.eval.source is not None, "eval.source names the held-out prompts"),
     Rule(

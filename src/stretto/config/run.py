@@ -11,8 +11,11 @@ from stretto.config.sections import (
     DataConfig,
     EngineConfig,
     EvalConfig,
+    LaunchConfig,
     MemoryConfig,
+    ModeConfig,
     ModelConfig,
+    PlacementConfig,
     RewardConfig,
     RolloutConfig,
     Section,
@@ -42,6 +45,9 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
+    mode: ModeConfig = ModeConfig()
+    launch: LaunchConfig = LaunchConfig()
+    placement: PlacementConfig = PlacementConfig()
     memory: MemoryConfig = MemoryConfig()
     sync: SyncConfig = SyncConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -195,6 +195,43 @@ class TrainerConfig(Section):
         return self.batching == "packed" or (self.batching == "auto" and self.backend == "fsdp")
 
 
+class ModeConfig(Section):
+    """How generation and training share the time."""
+
+    kind: Literal["colocate", "fully_async"] = "colocate"
+    """colocate: they take turns on the same devices; fully_async: each has devices of its own and goes on while the
+    other works (needs launch.backend = "ray")."""
+    max_staleness: int = Field(default=1, ge=0)
+    """fully_async: by how many versions the weights that are trained may be ahead of those that sampled the oldest
+    token of a sample; 0 is on-policy."""
+    stale: Literal["drop", "reroll"] = "drop"
+    """fully_async: what happens to a group that would exceed max_staleness: it is dropped, or generated again."""
+    update: Literal["in_flight", "wait"] = "in_flight"
+    """fully_async: whether new weights reach an engine in the middle of its responses, which then carry several
+    versions, or once it has finished them."""
+
+
+class LaunchConfig(Section):
+    """What starts the processes of a run."""
+
+    backend: Literal["inline", "ray"] = "inline"
+    """inline: this process, or the group that torchrun started; ray: actors on a Ray cluster (`pip install
+    'stretto[ray]'`)."""
+    address: str | None = Field(default=None, min_length=1)
+    """ray: a running cluster; left out: one on this machine, for this run alone."""
+
+
+class PlacementConfig(Section):
+    """Who gets how much of a Ray cluster."""
+
+    trainers: int = Field(default=1, ge=1)
+    """ray: processes of the trainer, each with a device of its own where the cluster has devices."""
+    engines: int = Field(default=1, ge=1)
+    """fully_async: replicas of the rollout engine, each with engine.tp devices of its own."""
+    lease_s: float = Field(default=20.0, gt=0)
+    """fully_async: seconds without a sign of life after which a part is replaced."""
+
+
 class MemoryConfig(Section):
     """Who holds the memory of a device while trainer and engine take turns on it."""
 

@@ -20,9 +20,9 @@ class EngineError(RuntimeError):
 class RolloutEngine(Protocol):
     """Token ids in; token ids, their log-probs, a finish reason and weight-version spans out.
 
-    `generate` and `serve` run in the caller's thread, one generation at a time; every other method may be called from any thread
-    while it runs. A token is computed only while nothing is paused and no publication is under way: two gates, of which
-    `resume` opens one, and `commit` or `cancel` the other.
+    `generate` and `serve` run in the caller's thread, one generation at a time; every other method may be called from
+    any thread while it runs. A token is computed only while nothing is paused and no publication is under way: two
+    gates, of which `resume` opens one, and `commit` or `cancel` the other.
     """
 
     def generate(self, requests: Sequence[Request], *, deadline_s: float) -> Iterator[Completion]:

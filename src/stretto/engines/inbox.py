@@ -38,7 +38,7 @@ class Inbox:
         self._tell: Callable[[], None] = lambda: None
 
     def open(self, check: Callable[[Sequence[Request]], None], tell: Callable[[], None] = lambda: None) -> None:
-        """The engine begins to serve: `check` raises ValueError for what it cannot serve, `tell` says that more came."""
+        """The engine begins to serve: `check` raises ValueError for what it cannot serve, `tell` that more came."""
         with self._condition:
             check(self._requests)
             self._check, self._tell = check, tell

@@ -19,7 +19,8 @@ from stretto.orchestration import measure
 from stretto.orchestration.checkpoint import CheckpointStore, write_directory
 from stretto.orchestration.evaluate import Evaluator
 from stretto.orchestration.queue import InlineQueue, TokenCounts
-from stretto.orchestration.rollouts import Scored, Watch
+from stretto.orchestration.result import RunResult
+from stretto.orchestration.rollouts import Scored, Watch, sample_records
 from stretto.orchestration.selection import check_failures, enqueue, take_batch
 from stretto.orchestration.sources import SampleSource
 from stretto.orchestration.switch import Switch
@@ -27,7 +28,7 @@ from stretto.orchestration.verification import Verification
 from stretto.sync.publication import Publisher
 from stretto.telemetry.runlog import RunLog
 from stretto.trainers import StepReport, Trainer
-from stretto.types import Batch, Version
+from stretto.types import Batch, Rollout, Version
 from stretto.world import World
 
 
@@ -42,18 +43,6 @@ class Progressed:
     eval_last: float | None = None
     best_step: int | None = None
     best_score: float | None = None
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended. Scores are None without held-out prompts."""
-
-    run_dir: Path
-    steps: int
-    heldout_before: float | None
-    heldout_after: float | None
-    best_step: int | None
-    best_score: float | None
 
 
 @dataclass
@@ -87,7 +76,7 @@ class ColocatedRun:
     def __init__(self, parts: Parts, progressed: Progressed):
         self._parts, self._config, self._world = parts, parts.config, parts.world
         self._so_far, self._first_step = progressed, progressed.step + 1
-        self._queue = InlineQueue(progressed.tokens)
+        self._queue = InlineQueue[Rollout](progressed.tokens)
 
     def run(self) -> RunResult:
         """Turn the loop to the last step. Raises RunError when the run has to stop."""
@@ -124,7 +113,7 @@ class ColocatedRun:
         self._keep_samples(step + 1, "train", self._shown(scored))
         groups = len({rollout.group_id for rollout in batch.rollouts})
         return {
-            **measure.sample_metrics(scored, constant, groups, self._world),
+            **measure.sample_metrics([measure.facts_of(one) for one in scored], constant, groups, self._world),
             **report.metrics,
             **measure.token_metrics(self._queue, self._world),
             "train/skipped_steps": report.bad_updates,
@@ -233,22 +222,7 @@ class ColocatedRun:
     def _keep_samples(self, step: int, kind: str, scored: Sequence[Scored]) -> None:
         if self._parts.log is None:
             return
-        decode = self._parts.tokenizer.decode
-        self._parts.log.samples(
-            step,
-            [
-                {
-                    "kind": kind,
-                    "row": one.rollout.source_row,
-                    "prompt": decode(one.rollout.prompt_ids),
-                    "response": decode(one.rollout.response_ids),
-                    "reward": one.rollout.reward,
-                    "failure": asdict(one.score.failure) if one.score.failure else None,
-                    "finish_reason": str(one.rollout.finish_reason),
-                }
-                for one in scored
-            ],
-        )
+        self._parts.log.samples(step, sample_records(kind, scored, self._parts.tokenizer))
 
     def _evaluation_due(self, step: int) -> bool:
         every = self._config.eval.every

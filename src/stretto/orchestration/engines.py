@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from stretto.config import RunConfig
 from stretto.config.contradictions import filters_of, through_files
 from stretto.config.sections import SyncConfig
@@ -79,35 +81,11 @@ def _open_server(
             f"engine.tp = {settings.tp} does not divide the {world.size} processes of the run; "
             f"start a multiple of {settings.tp}"
         )
-    dtype = engine_dtype(config, world)
-    sizes = EngineSizes(settings.backend, tp=settings.tp, replicas=world.size // settings.tp)
-    layout = engine_layout(atoms_of(model.directory, config.model.map), dtype_name(dtype), sizes)
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-engine-")))
+    layout = server_layout(config, model, engine_dtype(config, world), world.size // settings.tp)
     leads = world.rank % settings.tp == 0
 
     def start(url: str | None) -> ServerEngine:
-        engine = _server_class(settings.backend)(
-            model.directory,
-            model.tokenizer,
-            dtype=dtype,
-            eos_ids=eos,
-            max_length=model.max_length,
-            max_sequences=settings.max_sequences,
-            tp=settings.tp,
-            layout=layout,
-            options={} if url else getattr(settings, settings.backend),
-            python=settings.python,
-            url=url,
-            device=world.device,
-            start_timeout_s=settings.start_timeout_s,
-            log=folder / "server.log",
-            filters=bool(filters_of(config)),
-            leads=leads,
-            releases=turns is not None and turns.release != "nothing",
-            memory_share=turns.share if turns is not None and url is None else None,
-        )
-        stack.callback(engine.close)
-        return engine
+        return open_server(config, model, eos, stack, layout, world, url=url, leads=leads, turns=turns)
 
     engine, error = None, None
     try:
@@ -120,6 +98,54 @@ def _open_server(
     if others := [text for _, text in said if text]:
         raise EngineError(others[0])
     return engine or start(said[world.rank - world.rank % settings.tp][0])
+
+
+def server_layout(config: RunConfig, model: Model, dtype: torch.dtype, replicas: int) -> Layout:
+    """What the ranks of so many servers of this run hold."""
+    sizes = EngineSizes(config.engine.backend, tp=config.engine.tp, replicas=replicas)
+    return engine_layout(atoms_of(model.directory, config.model.map), dtype_name(dtype), sizes)
+
+
+def open_server(
+    config: RunConfig,
+    model: Model,
+    eos: Sequence[int],
+    stack: ExitStack,
+    layout: Layout,
+    world: World,
+    *,
+    url: str | None,
+    leads: bool = True,
+    turns: Turns | None = None,
+) -> ServerEngine:
+    """Start a server beside this process, or adopt the one at `url`; `stack` closes it.
+
+    Raises ValueError for what its options have wrong, EngineError when it is not ready in time.
+    """
+    settings = config.engine
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-engine-")))
+    engine = _server_class(settings.backend)(
+        model.directory,
+        model.tokenizer,
+        dtype=engine_dtype(config, world),
+        eos_ids=eos,
+        max_length=model.max_length,
+        max_sequences=settings.max_sequences,
+        tp=settings.tp,
+        layout=layout,
+        options={} if url else getattr(settings, settings.backend),
+        python=settings.python,
+        url=url,
+        device=world.device,
+        start_timeout_s=settings.start_timeout_s,
+        log=folder / "server.log",
+        filters=bool(filters_of(config)),
+        leads=leads,
+        releases=turns is not None and turns.release != "nothing",
+        memory_share=turns.share if turns is not None and url is None else None,
+    )
+    stack.callback(engine.close)
+    return engine
 
 
 def _server_class(backend: str) -> Callable[..., ServerEngine]:

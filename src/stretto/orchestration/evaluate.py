@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stretto.config.run import RunConfig
@@ -38,28 +38,37 @@ class Evaluator:
         """Generate and score. A sample that could not be scored is counted and left out, never taken for 0;
         RunError beyond reward.max_failed_share.
         """
-        evaluation, rollout = self._config.eval, self._config.rollout
-        sampling = Sampling(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=evaluation.temperature,
-            stop=tuple(rollout.stop),
-            stop_ids=tuple(rollout.stop_ids),
-        )
-        jobs = [
-            Job(
-                at,
-                self._prompts[at],
-                tuple(sample_seed(self._config.seed, EVAL, at, i) for i in range(evaluation.samples)),
-            )
-            for at in range(self._world.rank, len(self._prompts), self._world.size)
-        ]
-        mine = self._phase.run(jobs, sampling, watch, "eval")
+        jobs = eval_jobs(self._config, self._prompts, range(self._world.rank, len(self._prompts), self._world.size))
+        mine = self._phase.run(jobs, eval_sampling(self._config), watch, "eval")
         self._world.barrier("an evaluation")
         for text in check_failures(mine, self._config, self._world):
             watch.progress.note(f"held out, not scored: {text}")
         everyone = [one for part in self._world.gather(mine) for one in part]
-        everyone.sort(key=lambda one: (one.rollout.group_id, one.index))
-        return Evaluation(_metrics(everyone), [one for one in everyone if one.rollout.group_id < _SHOWN])
+        return evaluation_of(everyone)
+
+
+def eval_sampling(config: RunConfig) -> Sampling:
+    """How held-out prompts are answered."""
+    return Sampling(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.eval.temperature,
+        stop=tuple(config.rollout.stop),
+        stop_ids=tuple(config.rollout.stop_ids),
+    )
+
+
+def eval_jobs(config: RunConfig, prompts: Sequence[Prompt], places: Iterable[int]) -> list[Job]:
+    """The held-out prompts at `places`, with their seeds."""
+    samples = range(config.eval.samples)
+    return [
+        Job(at, prompts[at], tuple(sample_seed(config.seed, EVAL, at, index) for index in samples)) for at in places
+    ]
+
+
+def evaluation_of(scored: Sequence[Scored]) -> Evaluation:
+    """What the answers to all held-out prompts come to."""
+    everyone = sorted(scored, key=lambda one: (one.rollout.group_id, one.index))
+    return Evaluation(_metrics(everyone), [one for one in everyone if one.rollout.group_id < _SHOWN])
 
 
 def _metrics(scored: Sequence[Scored]) -> dict[str, float]:

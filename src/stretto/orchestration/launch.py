@@ -10,12 +10,13 @@ from typing import Any
 from stretto.config import RunConfig, load_config
 from stretto.errors import RunError
 from stretto.orchestration.checkpoint import CheckpointStore
-from stretto.orchestration.colocate import ColocatedRun, Parts, Progressed, RunResult
+from stretto.orchestration.colocate import ColocatedRun, Parts, Progressed
 from stretto.orchestration.dtypes import engine_dtype
 from stretto.orchestration.engines import serve_files
 from stretto.orchestration.live import Live, Model
 from stretto.orchestration.queue import TokenCounts
 from stretto.orchestration.record import open_out, record
+from stretto.orchestration.result import RunResult, conclude
 from stretto.orchestration.rollouts import Watch
 from stretto.orchestration.room import expected_peak
 from stretto.orchestration.rundir import check_new, claim, create, next_incarnation, replayed
@@ -24,7 +25,6 @@ from stretto.orchestration.training import open_trainer
 from stretto.sync.publication import Publisher
 from stretto.telemetry.metrics import PhaseTimer
 from stretto.telemetry.progress import Progress, open_progress
-from stretto.telemetry.report import write_report
 from stretto.telemetry.runlog import RunLog, rewind
 from stretto.telemetry.sinks import check_sinks
 from stretto.trainers import Trainer
@@ -37,6 +37,15 @@ def train(config: RunConfig, resume: Path | None = None, replay: Path | None = N
 
     Raises ValueError for bad input (before the first step), RunError when a started run has to stop.
     """
+    if config.launch.backend == "ray":
+        from stretto.orchestration.ray.launch import train_on_ray
+
+        return train_on_ray(config, resume, replay)
+    return train_inline(config, resume, replay)
+
+
+def train_inline(config: RunConfig, resume: Path | None, replay: Path | None) -> RunResult:
+    """As `train`, in this process and, under torchrun or Ray, its likes."""
     if resume is not None:
         return _go_on(config, resume)
     with _world(config) as world:
@@ -49,7 +58,7 @@ def resume(run_dir: Path) -> RunResult:
     """Continue the run in `run_dir` from its newest checkpoint, or from the start when it has none."""
     if not (run_dir / "config.toml").is_file():
         raise ValueError(f"{run_dir} is not a run directory: it has no config.toml")
-    return _go_on(load_config(run_dir / "config.toml"), run_dir)
+    return train(load_config(run_dir / "config.toml"), resume=run_dir)
 
 
 def _go_on(config: RunConfig, run_dir: Path) -> RunResult:
@@ -134,7 +143,7 @@ def _run(
         _tell(live, recorded, progress)
         result = _turn(parts, progressed)
     if world.first:
-        _conclude(result)
+        conclude(result)
     return result
 
 
@@ -171,14 +180,6 @@ def _tell(live: Live | None, recorded: ReplaySource | None, progress: Progress) 
             progress.note(f"left out {count} rows: {reason.replace('_', ' ')}")
     if recorded is not None:
         progress.note(f"replays {recorded.steps} steps of recorded rollouts: no engine, no rewards, no evaluation")
-
-
-def _conclude(result: RunResult) -> None:
-    """Write the report and say where everything is."""
-    report = write_report(result.run_dir)
-    if result.heldout_before is not None and result.heldout_after is not None:
-        print(f"held-out score {result.heldout_before:.3f} -> {result.heldout_after:.3f} after {result.steps} steps")
-    print(f"run directory  {result.run_dir}\nreport         {report}", flush=True)
 
 
 def rollout(config: RunConfig, out: Path | None) -> None:

@@ -9,49 +9,59 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stretto.orchestration.queue import SampleQueue
 from stretto.orchestration.rollouts import Scored
 from stretto.telemetry.metrics import mean_std
-from stretto.types import FinishReason
+from stretto.types import FinishReason, Score
 from stretto.world import World
 
 
-def sample_metrics(scored: Sequence[Scored], constant_groups: int, groups: int, world: World) -> dict[str, float]:
+class Facts(NamedTuple):
+    """What the metrics of a step take of a sample; `failure` is the kind of it."""
+
+    reward: float | None
+    parts: Mapping[str, float]
+    length: int
+    truncated: bool
+    failure: str | None
+
+
+def facts(score: Score, length: int, reason: FinishReason) -> Facts:
+    """Those of a sample of `length` response tokens."""
+    kind = score.failure.kind if score.failure else None
+    return Facts(score.reward, dict(score.parts), length, reason is FinishReason.LENGTH, kind)
+
+
+def facts_of(one: Scored) -> Facts:
+    """Those of a scored rollout."""
+    return facts(one.score, one.rollout.response_tokens, one.rollout.finish_reason)
+
+
+def sample_metrics(samples: Sequence[Facts], constant_groups: int, groups: int, world: World) -> dict[str, float]:
     """reward/* and rollout/* of this step's samples. All ranks call together."""
-    rows = [row for part in world.gather([_row(one) for one in scored]) for row in part]
+    rows = [row for part in world.gather(list(samples)) for row in part]
     constant, total = world.sum([constant_groups, groups])
-    rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    lengths = [row["length"] for row in rows]
-    failures = Counter(row["failure"] for row in rows if row["failure"])
+    rewards = [row.reward for row in rows if row.reward is not None]
+    failures = Counter(row.failure for row in rows if row.failure)
     metrics = {
         "reward/failed_share": sum(failures.values()) / len(rows),
         "reward/zero_variance_share": constant / total if total else 0.0,
-        "rollout/response_length_mean": sum(lengths) / len(rows),
-        "rollout/response_length_max": float(max(lengths)),
-        "rollout/truncated_share": sum(row["truncated"] for row in rows) / len(rows),
+        "rollout/response_length_mean": sum(row.length for row in rows) / len(rows),
+        "rollout/response_length_max": float(max(row.length for row in rows)),
+        "rollout/truncated_share": sum(row.truncated for row in rows) / len(rows),
     }
     if rewards:
         metrics["reward/mean"], metrics["reward/std"] = mean_std(rewards)
-    for name in sorted({name for row in rows for name in row["parts"]}):
-        metrics[f"reward/part/{name}"] = mean_std([row["parts"][name] for row in rows if name in row["parts"]])[0]
+    for name in sorted({name for row in rows for name in row.parts}):
+        metrics[f"reward/part/{name}"] = mean_std([row.parts[name] for row in rows if name in row.parts])[0]
     return metrics | {f"reward/failed/{kind}": count / len(rows) for kind, count in failures.items()}
 
 
-def _row(one: Scored) -> dict[str, Any]:
-    return {
-        "reward": one.rollout.reward,
-        "parts": dict(one.rollout.reward_parts),
-        "length": len(one.rollout.response_ids),
-        "truncated": one.rollout.finish_reason is FinishReason.LENGTH,
-        "failure": one.score.failure.kind if one.score.failure else None,
-    }
-
-
-def token_metrics(queue: SampleQueue, world: World) -> dict[str, float]:
+def token_metrics(queue: SampleQueue[Any], world: World) -> dict[str, float]:
     """tokens/*: running totals over all ranks."""
     tokens = queue.tokens
     values = world.sum([tokens.generated, tokens.trained, tokens.dropped, queue.in_flight_tokens()])

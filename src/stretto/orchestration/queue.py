@@ -6,9 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from stretto.types import Rollout
+from typing import Generic, Protocol, TypeVar
 
 
 @dataclass
@@ -25,14 +23,24 @@ class TokenCounts:
         return self.generated - self.trained - self.dropped
 
 
-class SampleQueue(Protocol):
+class Tokens(Protocol):
+    """What the queue holds: a rollout, or what stands for one whose tokens are elsewhere."""
+
+    @property
+    def response_tokens(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Tokens)
+
+
+class SampleQueue(Protocol[Item]):
     """Every reservation (one sample of a group) ends exactly once: trained, dropped with a reason, or returned."""
 
     def reserve(self, group_id: int, samples: int) -> None:
         """Samples of a group are about to be generated."""
         ...
 
-    def offer(self, group_id: int, index: int, rollout: Rollout) -> None:
+    def offer(self, group_id: int, index: int, rollout: Item) -> None:
         """A sample was generated and scored."""
         ...
 
@@ -40,8 +48,8 @@ class SampleQueue(Protocol):
         """A sample that was never offered is given up after `tokens` response tokens."""
         ...
 
-    def take(self) -> Mapping[int, list[Rollout]]:
-        """Complete groups (every sample offered or dropped), by group id; they stay in flight until they end."""
+    def take(self, limit: int | None = None) -> Mapping[int, list[Item]]:
+        """Complete groups (every sample offered or dropped), the `limit` lowest ids; in flight until they end."""
         ...
 
     def end_trained(self, group_id: int) -> None:
@@ -75,10 +83,10 @@ class SampleQueue(Protocol):
 
 
 @dataclass
-class _Group:
+class _Group(Generic[Item]):
     samples: int
     reserved_at: float
-    offered: dict[int, Rollout] = field(default_factory=dict)
+    offered: dict[int, Item] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     taken: bool = False
 
@@ -92,25 +100,25 @@ class _Group:
         return len(self.offered) + len(self.ended) == self.samples
 
 
-class InlineQueue:
+class InlineQueue(Generic[Item]):
     """Meets :class:`SampleQueue` inside one process. `tokens` may carry on from a checkpoint."""
 
     def __init__(self, tokens: TokenCounts | None = None):
         self.tokens = tokens or TokenCounts()
         self.reasons: Counter[str] = Counter()
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _Group[Item]] = {}
 
     def reserve(self, group_id: int, samples: int) -> None:
         """See the contract."""
         assert group_id not in self._groups, f"group {group_id} is reserved already"
         self._groups[group_id] = _Group(samples, time.monotonic())
 
-    def offer(self, group_id: int, index: int, rollout: Rollout) -> None:
+    def offer(self, group_id: int, index: int, rollout: Item) -> None:
         """See the contract."""
         group = self._groups[group_id]
         group.check_open(index)
         group.offered[index] = rollout
-        self.tokens.generated += len(rollout.response_ids)
+        self.tokens.generated += rollout.response_tokens
 
     def drop(self, group_id: int, index: int, tokens: int, reason: str) -> None:
         """See the contract."""
@@ -121,9 +129,10 @@ class InlineQueue:
         self._count_dropped(tokens, reason, 1)
         self._forget_if_ended(group_id)
 
-    def take(self) -> dict[int, list[Rollout]]:
+    def take(self, limit: int | None = None) -> dict[int, list[Item]]:
         """See the contract."""
-        ready = {key: group for key, group in sorted(self._groups.items()) if group.complete and not group.taken}
+        complete = [(key, group) for key, group in sorted(self._groups.items()) if group.complete and not group.taken]
+        ready = dict(complete[:limit])
         for group in ready.values():
             group.taken = True
         return {key: [group.offered[index] for index in sorted(group.offered)] for key, group in ready.items()}
@@ -131,18 +140,28 @@ class InlineQueue:
     def end_trained(self, group_id: int) -> None:
         """See the contract."""
         group = self._end(group_id)
-        self.tokens.trained += sum(len(rollout.response_ids) for rollout in group.offered.values())
+        self.tokens.trained += sum(rollout.response_tokens for rollout in group.offered.values())
 
     def end_dropped(self, group_id: int, reason: str) -> None:
         """See the contract."""
         group = self._end(group_id)
-        tokens = sum(len(rollout.response_ids) for rollout in group.offered.values())
+        tokens = sum(rollout.response_tokens for rollout in group.offered.values())
         self._count_dropped(tokens, reason, len(group.offered))
 
     def give_back(self, group_id: int) -> None:
         """See the contract."""
         group = self._groups.pop(group_id)
-        self._count_dropped(sum(len(rollout.response_ids) for rollout in group.offered.values()), "returned", 0)
+        self._count_dropped(sum(rollout.response_tokens for rollout in group.offered.values()), "returned", 0)
+
+    @property
+    def open_groups(self) -> list[int]:
+        """Groups that have not ended."""
+        return sorted(self._groups)
+
+    @property
+    def ready(self) -> int:
+        """Complete groups that nobody took."""
+        return sum(group.complete and not group.taken for group in self._groups.values())
 
     def oldest_s(self) -> float:
         """See the contract."""
@@ -151,14 +170,14 @@ class InlineQueue:
     def in_flight_tokens(self) -> int:
         """See the contract."""
         held = (rollout for group in self._groups.values() for rollout in group.offered.values())
-        return sum(len(rollout.response_ids) for rollout in held)
+        return sum(rollout.response_tokens for rollout in held)
 
     def drain_reasons(self) -> Counter[str]:
         """See the contract."""
         drained, self.reasons = self.reasons, Counter()
         return drained
 
-    def _end(self, group_id: int) -> _Group:
+    def _end(self, group_id: int) -> _Group[Item]:
         group = self._groups[group_id]
         assert group.taken, f"group {group_id} ends before it was taken"
         del self._groups[group_id]

@@ -6,7 +6,7 @@ import hashlib
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from stretto.config.run import RunConfig
@@ -146,3 +146,19 @@ def why_dropped(scored: Scored) -> str | None:
     if scored.rollout.finish_reason is FinishReason.ABORT:
         return "aborted"
     return f"reward_{scored.score.failure.kind}" if scored.score.failure else None
+
+
+def sample_records(kind: str, scored: Sequence[Scored], tokenizer: Any) -> list[dict[str, Any]]:
+    """The samples as samples.jsonl has them; `kind` is "train" or "eval"."""
+    return [
+        {
+            "kind": kind,
+            "row": one.rollout.source_row,
+            "prompt": tokenizer.decode(one.rollout.prompt_ids),
+            "response": tokenizer.decode(one.rollout.response_ids),
+            "reward": one.rollout.reward,
+            "failure": asdict(one.score.failure) if one.score.failure else None,
+            "finish_reason": str(one.rollout.finish_reason),
+        }
+        for one in scored
+    ]

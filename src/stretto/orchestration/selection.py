@@ -14,7 +14,7 @@ from stretto.types import Batch, Rollout
 from stretto.world import World
 
 
-def enqueue(queue: SampleQueue, scored: Sequence[Scored]) -> None:
+def enqueue(queue: SampleQueue[Rollout], scored: Sequence[Scored]) -> None:
     """Reserve, then offer or drop, every sample."""
     for group_id, samples in Counter(one.rollout.group_id for one in scored).items():
         queue.reserve(group_id, samples)
@@ -26,7 +26,7 @@ def enqueue(queue: SampleQueue, scored: Sequence[Scored]) -> None:
             queue.drop(one.rollout.group_id, one.index, len(one.rollout.response_ids), reason)
 
 
-def take_batch(queue: SampleQueue, config: RunConfig) -> tuple[Batch, int]:
+def take_batch(queue: SampleQueue[Rollout], config: RunConfig) -> tuple[Batch, int]:
     """The complete groups as a batch, and how many of them have no variance in their rewards.
 
     A dropped sample has shrunk its group; a group of fewer than two samples is dropped.

@@ -92,12 +92,26 @@ METRICS: dict[str, Metric] = {
     "sync/verify_logprob_diff_max": Metric("Largest verified difference", "The largest of those differences."),
     "time/switch": Metric("Switch", "Seconds that a device's memory took to change hands between trainer and server."),
     "time/sync": Metric("Sync", "Seconds spent publishing weights."),
+    "time/sync_blocked": Metric(
+        "Blocked by sync",
+        "Fully async: seconds that the trainer waited for the publication before, and for its snapshot.",
+    ),
     "time/verify": Metric("Verify", "Seconds spent on comparing the engine's weights with the trainer's."),
     "time/eval": Metric("Evaluation", "Seconds spent evaluating."),
     "time/checkpoint": Metric("Checkpoint", "Seconds spent saving."),
     "time/step": Metric(
         "Step", "Seconds since the previous step was logged; saving a checkpoint counts in the next one."
     ),
+    "async/lag_mean": Metric(
+        "Lag", "Versions between the weights that were trained and those of a sample's oldest token, mean over samples."
+    ),
+    "async/lag_max": Metric("Largest lag", "The largest of these."),
+    "async/lag_histogram": Metric("Lags", "Samples of the step by their lag: 0, 1, ... mode.max_staleness."),
+    "async/versions_mean": Metric(
+        "Versions a sample", "Versions of the weights that a sample's tokens come from, mean."
+    ),
+    "async/trainer_idle_share": Metric("Trainer idle", "Share of the step that the trainer waited for a batch."),
+    "async/replaced": Metric("Replaced engines", "Engines that were gone and replaced since the run was started."),
     "memory/peak_bytes": Metric(
         "Peak memory", "The most memory that a process had (CPU) or allocated on its device (CUDA), in bytes."
     ),

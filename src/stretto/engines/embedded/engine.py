@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from stretto.engines.embedded.control import StepControl
 from stretto.engines.embedded.model import assign, build_module, checkpoint_tensors
 from stretto.engines.embedded.sampling import Draws, draw, uniforms
 from stretto.engines.inbox import Bounds, Inbox
+from stretto.engines.inside.base import Inside
+from stretto.engines.inside.receiver import enter
 from stretto.engines.requests import check_requests
 from stretto.engines.stopping import StopRule
 from stretto.sync.binding import dtype_name
@@ -129,6 +131,18 @@ class EmbeddedEngine:
 
     def reclaim_memory(self, *parts: Memory) -> None:
         """Nothing to do: memory is taken when a generation starts."""
+
+    def enter(self, payload: str, timeout_s: float) -> None:
+        """Receive weights, over the same way as a server's ranks, from the trainer that `payload` names.
+
+        The caller's thread does; the trainer's own deadlines are in the payload.
+        """
+        enter(payload, Inside(self._module, 0, self._device, list, self._load))
+
+    def _load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        weights = self.weights()
+        for name, tensor in named:
+            weights[name].copy_(tensor)
 
     def close(self) -> None:
         """See the contract."""

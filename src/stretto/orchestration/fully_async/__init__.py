@@ -1,0 +1,1 @@
+"""Generation and training at the same time, each on devices of its own."""

@@ -1,0 +1,102 @@
+"""All ranks of the trainer, spoken to together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.config import RunConfig
+from stretto.errors import RunError
+from stretto.orchestration.fully_async.fleet import Replica
+from stretto.orchestration.ray.cluster import Cluster, asked
+from stretto.orchestration.ray.trainer_rank import Share
+from stretto.trainers import StepReport
+from stretto.types import Version
+
+
+class TrainerGroup:
+    """The ranks. A call returns what each of them said, or raises what the first that failed raised."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster):
+        self._config = config
+        self._ranks = cluster.start_trainers(config, cluster.partition)
+        self._step_s = config.rollout.timeout_s
+        self._switch_s = config.sync.timeout_s
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self._ranks)
+
+    async def open(self, state: Path | None) -> None:
+        """Have the ranks meet and read the model. ValueError for what does not fit."""
+        limit = self._config.engine.start_timeout_s
+        place = await asked(self._ranks[0].place.remote(), limit, "the trainer's first process to start")
+        await self._all("join", limit, place, None if state is None else str(state))
+        await self._all("snapshot", limit)
+
+    async def step(self, shares: Sequence[Share]) -> list[StepReport]:
+        """One batch; a share for each rank."""
+        return await self._each("step", self._step_s, [(share,) for share in shares])
+
+    async def snapshot(self) -> None:
+        """Copy the weights for the next publication; none may be under way."""
+        await self._all("snapshot", self._switch_s)
+
+    async def connect(self, replica: Replica) -> None:
+        """Meet an engine. Raises RuntimeError when it does not come."""
+        await self._all("connect", 2 * self._switch_s, replica.name, replica.handle, group="publish")
+
+    async def disconnect(self, replica: Replica) -> None:
+        """Have nothing to do with an engine any more."""
+        await self._all("disconnect", self._switch_s, replica.name, group="publish")
+
+    async def publish(self, version: Version, replicas: Sequence[Replica]) -> Mapping[str, int | str]:
+        """Bring the snapshot into the engines: bytes that moved, or what went wrong, by an engine's name."""
+        names = [one.name for one in replicas]
+        limit = (2 + len(names)) * self._switch_s
+        said = await self._all("publish", limit, version, names, group="publish")
+        return said[0]
+
+    async def save(self, directory: Path) -> None:
+        """Write all that is needed to continue."""
+        await self._all("save", self._step_s, str(directory))
+
+    async def export(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint."""
+        await self._all("export", self._step_s, str(directory))
+
+    async def peak_memory(self) -> float:
+        """Bytes, of the rank that had most."""
+        return (await self._all("peak_memory", self._switch_s))[0]
+
+    async def close(self) -> None:
+        """Leave the group."""
+        await self._all("close", self._switch_s)
+
+    async def _all(self, method: str, timeout_s: float, *arguments: Any, group: str | None = None) -> list[Any]:
+        return await self._each(method, timeout_s, [arguments] * self.size, group)
+
+    async def _each(
+        self, method: str, timeout_s: float, arguments: Sequence[Sequence[Any]], group: str | None = None
+    ) -> list[Any]:
+        options = {"concurrency_group": group} if group else {}
+        references = [
+            getattr(rank, method).options(**options).remote(*words)
+            for rank, words in zip(self._ranks, arguments, strict=True)
+        ]
+        said = [
+            asyncio.ensure_future(asked(one, timeout_s, f"trainer rank {rank} ({method})"))
+            for rank, one in enumerate(references)
+        ]
+        done, pending = await asyncio.wait(said, return_when=asyncio.FIRST_EXCEPTION)
+        for one in pending:
+            one.cancel()
+        for rank, one in enumerate(said):
+            if one in done and (error := one.exception()) is not None:
+                if isinstance(error, ValueError | RunError):
+                    raise error
+                raise RunError(f"trainer rank {rank} failed in {method}: {type(error).__name__}: {error}") from error
+        return [one.result() for one in said]
