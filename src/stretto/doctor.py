@@ -24,6 +24,7 @@ _PURPOSE = {
     "tensorboard": "telemetry.tensorboard",
     "wandb": "telemetry.wandb",
     "megatron": 'trainer.backend = "megatron"',
+    "ray": 'launch.backend = "ray"',
     "demo": "the model smollm2",
 }
 _BRIDGE = 'trainer.names = "bridge"'

@@ -153,6 +153,15 @@ class InlineQueue(Generic[Item]):
         group = self._groups.pop(group_id)
         self._count_dropped(sum(rollout.response_tokens for rollout in group.offered.values()), "returned", 0)
 
+    def roll_back(self, trained: int) -> None:
+        """Everything that is open ends, and so does what was trained beyond `trained` tokens: that lineage is lost."""
+        for group in self._groups.values():
+            tokens = sum(rollout.response_tokens for rollout in group.offered.values())
+            self._count_dropped(tokens, "rolled_back", len(group.offered))
+        self._groups.clear()
+        self.tokens.dropped += self.tokens.trained - trained
+        self.tokens.trained = trained
+
     @property
     def open_groups(self) -> list[int]:
         """Groups that have not ended."""

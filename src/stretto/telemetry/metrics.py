@@ -111,7 +111,10 @@ METRICS: dict[str, Metric] = {
         "Versions a sample", "Versions of the weights that a sample's tokens come from, mean."
     ),
     "async/trainer_idle_share": Metric("Trainer idle", "Share of the step that the trainer waited for a batch."),
-    "async/replaced": Metric("Replaced engines", "Engines that were gone and replaced since the run was started."),
+    "async/restarts": Metric("Trainer restarts", "Times that the trainer began anew from a checkpoint."),
+    "async/replaced": Metric(
+        "Replaced parts", "Engines and reward workers that were gone and replaced since the run was started."
+    ),
     "memory/peak_bytes": Metric(
         "Peak memory", "The most memory that a process had (CPU) or allocated on its device (CUDA), in bytes."
     ),

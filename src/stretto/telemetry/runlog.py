@@ -35,9 +35,14 @@ class RunLog:
             self._sinks.append(TensorBoardSink(run_dir, _last_step(run_dir / METRICS)))
         if config.wandb is not None:
             self._sinks.append(WandbSink(run_dir, config.wandb))
-        self._metrics = _appending(run_dir / METRICS)
-        self._samples = _appending(run_dir / SAMPLES)
-        self._ledger = _appending(run_dir / LEDGER)
+        self._run_dir = run_dir
+        self._open()
+
+    def rewind(self, step: int) -> None:
+        """Drop every line of a step after ``step``; see :func:`rewind`."""
+        self._close()
+        rewind(self._run_dir, step)
+        self._open()
 
     def log(self, step: int, metrics: Mapping[str, float | int | list[Any]]) -> None:
         """Write ``{"step": step, **metrics}``; a step may have several lines. Lists go to the file alone."""
@@ -57,10 +62,18 @@ class RunLog:
 
     def close(self) -> None:
         """Close the files, then TensorBoard and W&B."""
-        for file in (self._metrics, self._samples, self._ledger):
-            file.close()
+        self._close()
         for sink in self._sinks:
             sink.close()
+
+    def _open(self) -> None:
+        self._metrics = _appending(self._run_dir / METRICS)
+        self._samples = _appending(self._run_dir / SAMPLES)
+        self._ledger = _appending(self._run_dir / LEDGER)
+
+    def _close(self) -> None:
+        for file in (self._metrics, self._samples, self._ledger):
+            file.close()
 
     def __enter__(self) -> Self:
         return self

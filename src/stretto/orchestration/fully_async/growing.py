@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,10 @@ from stretto.config import RunConfig
 from stretto.data import PromptStream
 from stretto.errors import RunError
 from stretto.orchestration.fully_async.fleet import Fleet, Replica
+from stretto.orchestration.fully_async.scoring import RewardWorkers
 from stretto.orchestration.fully_async.staleness import may_begin
 from stretto.orchestration.queue import InlineQueue
-from stretto.orchestration.ray.bus import SampleBus, key_of
+from stretto.orchestration.ray.bus import key_of
 from stretto.orchestration.ray.cluster import asked
 from stretto.orchestration.ray.engine_replica import Generated
 from stretto.orchestration.rollouts import TRAIN, sample_seed, train_sampling
@@ -58,11 +60,9 @@ class Grower:
     `lost` is called with a replica that failed.
     """
 
-    def __init__(
-        self, config: RunConfig, fleet: Fleet, rewards: Sequence[Any], bus: SampleBus, lost: Callable[[Replica], None]
-    ):
-        self._config, self._fleet, self._rewards, self._bus, self._lost = config, fleet, rewards, bus, lost
-        self._turn = 0
+    def __init__(self, config: RunConfig, fleet: Fleet, rewards: RewardWorkers, lost: Callable[[Replica], None]):
+        self._config, self._fleet, self._rewards, self._lost = config, fleet, rewards, lost
+        self._ids = itertools.count()
         self.changed = asyncio.Condition()
 
     async def grow(
@@ -73,16 +73,16 @@ class Grower:
         Raises RunError when they do not come within rollout.timeout_s, or not on several replicas.
         """
         limit = self._config.rollout.timeout_s
-        request = Request(group_id, prompt.ids, seeds, sampling)
+        request = Request(next(self._ids), prompt.ids, seeds, sampling)
         try:
             async with asyncio.timeout(limit):
-                generated = await self._generate(request, prompt.row, least)
+                generated = await self._generate(request, group_id, prompt.row, least)
         except TimeoutError:
             raise RunError(
                 f"the samples of group {group_id} were not generated within rollout.timeout_s = {limit:g} s"
             ) from None
         whole = [one for one in generated if one.finish_reason is not FinishReason.ABORT]
-        scores = await self._score([key_of(group_id, one.index) for one in whole], prompt) if whole else []
+        scores = await self._rewards.score([key_of(group_id, one.index) for one in whole], prompt) if whole else []
         by_index = {one.index: score for one, score in zip(whole, scores, strict=True)}
         return [Grown(group_id, one.index, prompt.row, one, by_index.get(one.index, Score(None))) for one in generated]
 
@@ -91,13 +91,13 @@ class Grower:
         async with self.changed:
             self.changed.notify_all()
 
-    async def _generate(self, request: Request, row: int, least: int) -> list[Generated]:
+    async def _generate(self, request: Request, group_id: int, row: int, least: int) -> list[Generated]:
         said: list[str] = []
         while len(said) < _AGAIN:
             replica = await self._replica(least)
             replica.groups.add(request.id)
             try:
-                return await _answer(replica.handle.generate.remote(request, row))
+                return await _answer(replica.handle.generate.remote(request, group_id, row))
             except ValueError:
                 raise
             except Exception as error:
@@ -105,18 +105,13 @@ class Grower:
                 self._lost(replica)
             finally:
                 replica.groups.discard(request.id)
-        raise RunError(f"group {request.id} could not be generated on {len(said)} replicas: {'; '.join(said)}")
+        raise RunError(f"group {group_id} could not be generated on {len(said)} replicas: {'; '.join(said)}")
 
     async def _replica(self, least: int) -> Replica:
         async with self.changed:
             while (replica := self._fleet.pick(least)) is None:
                 await self.changed.wait()
             return replica
-
-    async def _score(self, keys: Sequence[str], prompt: Prompt) -> list[Score]:
-        self._turn += 1
-        worker = self._rewards[self._turn % len(self._rewards)]
-        return await asked(worker.score.remote(keys, prompt), self._config.rollout.timeout_s, "the rewards")
 
 
 async def _answer(reference: Any) -> Any:
@@ -160,6 +155,13 @@ class Feeder:
         finally:
             for task in self._tasks:
                 task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def restart(self, next: int, again: Iterable[int], trained_batches: int) -> None:
+        """Begin at that place in the prompts; nothing of before is under way any more."""
+        self.next, self.again, self.trained_batches = next, deque(again), trained_batches
+        self._tasks.clear()
+        self.generating, self.held = 0, False
 
     async def drained(self) -> None:
         """Wait until nothing is generated."""

@@ -14,12 +14,14 @@ from stretto.engines.inbox import Bounds
 from stretto.orchestration.checkpoint import CheckpointStore
 from stretto.orchestration.fully_async.fleet import Fleet
 from stretto.orchestration.fully_async.growing import Feeder, Grower, Grown
+from stretto.orchestration.fully_async.progressed import Progressed, progressed_at
 from stretto.orchestration.fully_async.publishing import Herald
-from stretto.orchestration.fully_async.run import FullyAsyncRun, Parts, Progressed
+from stretto.orchestration.fully_async.run import FullyAsyncRun, Parts
+from stretto.orchestration.fully_async.scoring import RewardWorkers
 from stretto.orchestration.fully_async.trainers import TrainerGroup
 from stretto.orchestration.live import check_lengths
 from stretto.orchestration.model import Model
-from stretto.orchestration.queue import InlineQueue, TokenCounts
+from stretto.orchestration.queue import InlineQueue
 from stretto.orchestration.ray.bus import SampleBus
 from stretto.orchestration.ray.cluster import Cluster, asked
 from stretto.orchestration.result import RunResult, conclude
@@ -45,29 +47,12 @@ def train_fully_async(config: RunConfig, resume: Path | None, stack: ExitStack) 
     run_dir = create(config, world, None) if resume is None else resume
     stack.enter_context(claim(run_dir, world))
     store = CheckpointStore(run_dir, config.checkpoint.keep, world)
-    progressed = _progressed(store, resume)
+    progressed = progressed_at(store, store.latest() if resume is not None else None)
     progressed.incarnation = next_incarnation(run_dir, world)
     cluster = Cluster(config, stack)
     result = asyncio.run(_run(config, model, data, cluster, store, progressed, run_dir, stack))
     conclude(result)
     return result
-
-
-def _progressed(store: CheckpointStore, resume: Path | None) -> Progressed:
-    """The state of the newest checkpoint; what was in flight then is generated again."""
-    step = store.latest() if resume is not None else None
-    if step is None:
-        return Progressed()
-    saved = store.read(step)
-    try:
-        tokens = TokenCounts(**saved.pop("tokens"))
-        tokens.dropped += tokens.in_flight
-        return Progressed(tokens=tokens, **saved)
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"cannot read the checkpoint {store.path(step)}: its run.json is not one of a fully asynchronous run of "
-            f"this version of stretto ({type(error).__name__}: {error})"
-        ) from error
 
 
 async def _run(
@@ -83,7 +68,7 @@ async def _run(
     rewind(run_dir, progressed.step if progressed.step else -1)
     log = stack.enter_context(RunLog(run_dir, config.telemetry))
     progress = stack.enter_context(open_progress(config.steps))
-    workers = [cluster.start_rewards(slot, config, cluster.partition) for slot in range(config.reward.workers)]
+    rewards = RewardWorkers(config, cluster, progress.note)
     bounds = _bounds(config, data)
     fleet = Fleet(
         cluster,
@@ -95,10 +80,9 @@ async def _run(
     trainers = TrainerGroup(config, cluster)
     state = store.path(progressed.step) / "state" if progressed.step else None
     await trainers.open(state)
-    for worker in workers:
-        await asked(worker.ready.remote(), config.engine.start_timeout_s, "a reward worker to start")
+    await rewards.ready()
     bus, queue = SampleBus(cluster.partition), InlineQueue[Grown](progressed.tokens)
-    grower = Grower(config, fleet, workers, bus, lambda replica: herald.lost(replica))
+    grower = Grower(config, fleet, rewards, lambda replica: herald.lost(replica))
     stream = PromptStream(data.train, config.seed, config.data.shuffle)
     feeder = Feeder(config, fleet, grower, stream, queue)
     herald = Herald(config, fleet, trainers, grower, feeder, progress.note)
@@ -106,6 +90,7 @@ async def _run(
         config=config,
         trainers=trainers,
         herald=herald,
+        rewards=rewards,
         grower=grower,
         feeder=feeder,
         queue=queue,
@@ -121,8 +106,7 @@ async def _run(
     result = await FullyAsyncRun(parts, progressed).run()
     for replica in fleet.replicas:
         await asked(replica.handle.close.remote(), config.sync.timeout_s, f"{replica.name} to end")
-    for worker in workers:
-        await asked(worker.close.remote(), config.sync.timeout_s, "a reward worker to end")
+    await rewards.close()
     return result
 
 

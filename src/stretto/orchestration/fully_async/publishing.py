@@ -11,7 +11,10 @@ from stretto.errors import RunError
 from stretto.orchestration.fully_async.fleet import Fleet, Replica
 from stretto.orchestration.fully_async.growing import Feeder, Grower
 from stretto.orchestration.fully_async.trainers import TrainerGroup
+from stretto.orchestration.ray.cluster import asked
 from stretto.types import Version
+
+_CLEAR_S = 30.0
 
 
 class Herald:
@@ -49,6 +52,26 @@ class Herald:
         if failed := await self._welcome():
             raise RunError("; ".join(failed))
 
+    async def restart(self, version: Version) -> None:
+        """The trainer began anew: make its sessions with the engines and publish what it has.
+
+        What was under way ends first.
+        """
+        await self.close()
+        self.version, self._under_way = version, None
+        self._gone.clear()
+        async with self._lock:
+            for one in list(self._fleet.replicas):
+                one.version = None
+                try:
+                    await asked(one.handle.clear.remote(_CLEAR_S), _CLEAR_S + 5.0, f"{one.name} to end what it has")
+                except Exception as error:
+                    self._note(f"{one.name}: {error}")
+                    self.lost(one)
+                else:
+                    await self._trainers.connect(one)
+            await self._publish(list(self._fleet.replicas))
+
     async def settled(self) -> None:
         """Wait until no publication is under way. Raises what went wrong with it."""
         if self._under_way is not None:
@@ -81,9 +104,10 @@ class Herald:
 
     async def close(self) -> None:
         """Give up what is under way."""
-        for task in (self._repairing, self._under_way):
-            if task is not None:
-                task.cancel()
+        tasks = [task for task in (self._repairing, self._under_way) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _bring(self) -> None:
         if self._config.mode.update == "wait":

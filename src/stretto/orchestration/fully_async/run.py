@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +17,26 @@ from stretto.orchestration import measure
 from stretto.orchestration.checkpoint import CheckpointStore, write_directory
 from stretto.orchestration.evaluate import eval_jobs, eval_sampling, evaluation_of
 from stretto.orchestration.fully_async.growing import Feeder, Grower, Grown
+from stretto.orchestration.fully_async.progressed import Progressed, progressed_at
 from stretto.orchestration.fully_async.publishing import Herald
+from stretto.orchestration.fully_async.scoring import RewardWorkers
 from stretto.orchestration.fully_async.staleness import lag
-from stretto.orchestration.fully_async.trainers import TrainerGroup
-from stretto.orchestration.queue import InlineQueue, TokenCounts
+from stretto.orchestration.fully_async.trainers import TrainerGroup, TrainerLost
+from stretto.orchestration.queue import InlineQueue
 from stretto.orchestration.ray.bus import SampleBus
 from stretto.orchestration.ray.trainer_rank import Share
 from stretto.orchestration.result import RunResult
 from stretto.orchestration.rollouts import Scored, Watch, sample_records
+from stretto.orchestration.rundir import next_incarnation
 from stretto.telemetry.runlog import RunLog
 from stretto.trainers import StepReport
 from stretto.types import Prompt, Version
 from stretto.world import World
 
+_ROLL_BACKS = 3
+"""Times that the trainer begins anew from one checkpoint before the run stops."""
 _HELD_OUT = 10**11
 """Added to the number of a held-out prompt: group ids of training begin at 0."""
-
-
-@dataclass
-class Progressed:
-    """What a run has come to: saved in every checkpoint, beside the trainer's state."""
-
-    step: int = 0
-    incarnation: int = 0
-    tokens: TokenCounts = field(default_factory=TokenCounts)
-    next: int = 0
-    """Position of the first prompt that was never begun."""
-    again: list[int] = field(default_factory=list)
-    """Positions before it that were begun and neither trained on nor dropped."""
-    eval_first: float | None = None
-    eval_last: float | None = None
-    best_step: int | None = None
-    best_score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +46,7 @@ class Parts:
     config: RunConfig
     trainers: TrainerGroup
     herald: Herald
+    rewards: RewardWorkers
     grower: Grower
     feeder: Feeder
     queue: InlineQueue[Grown]
@@ -76,13 +65,28 @@ class FullyAsyncRun:
 
     def __init__(self, parts: Parts, progressed: Progressed):
         self._parts, self._config, self._so_far = parts, parts.config, progressed
+        self._rolled_back_to: int | None = -1
+        self._in_vain = 0
 
     async def run(self) -> RunResult:
         """Turn the loop to the last step. Raises RunError when the run has to stop."""
         so_far, parts = self._so_far, self._parts
-        parts.feeder.next, parts.feeder.trained_batches = so_far.next, so_far.step
-        parts.feeder.again.extend(so_far.again)
+        parts.feeder.restart(so_far.next, so_far.again, so_far.step)
         await parts.herald.start(Version(so_far.incarnation, so_far.step))
+        while True:
+            try:
+                await self._turn()
+                break
+            except TrainerLost as error:
+                await self._roll_back(error)
+        so_far = self._so_far
+        return RunResult(
+            parts.run_dir, so_far.step, so_far.eval_first, so_far.eval_last, so_far.best_step, so_far.best_score
+        )
+
+    async def _turn(self) -> None:
+        """To the last step, or to an error."""
+        parts = self._parts
         background = [asyncio.create_task(parts.feeder.run()), asyncio.create_task(parts.herald.watch())]
         try:
             await self._until_one_fails(self._steps(), background)
@@ -91,9 +95,27 @@ class FullyAsyncRun:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await parts.herald.close()
-        return RunResult(
-            parts.run_dir, so_far.step, so_far.eval_first, so_far.eval_last, so_far.best_step, so_far.best_score
-        )
+
+    async def _roll_back(self, error: TrainerLost) -> None:
+        """Begin the trainer anew from the newest checkpoint, in a new incarnation; the engines go on."""
+        parts, step = self._parts, self._parts.checkpoints.latest()
+        if step == self._rolled_back_to:
+            self._in_vain += 1
+        else:
+            self._rolled_back_to, self._in_vain = step, 1
+        if self._in_vain > _ROLL_BACKS:
+            raise RunError(f"the trainer failed {self._in_vain} times without coming to another checkpoint: {error}")
+        parts.watch.progress.note(f"{error}; the trainer begins anew from step {step or 0}")
+        so_far, tokens = progressed_at(parts.checkpoints, step), parts.queue.tokens
+        so_far.incarnation = next_incarnation(parts.run_dir, parts.world)
+        so_far.restarts, so_far.tokens = self._so_far.restarts + 1, tokens
+        await parts.trainers.open(parts.checkpoints.path(step) / "state" if step else None)
+        await parts.herald.restart(Version(so_far.incarnation, so_far.step))
+        parts.queue.roll_back(so_far.trained)
+        await asyncio.to_thread(lambda: parts.bus.clear(sorted(parts.bus.keys())))
+        parts.feeder.restart(so_far.next, so_far.again, so_far.step)
+        parts.log.rewind(so_far.step if so_far.step else -1)
+        self._so_far = so_far
 
     async def _until_one_fails(self, work: Any, background: Sequence[asyncio.Task[None]]) -> None:
         """Do the work; what goes on beside it never ends but with an error, which ends the work."""
@@ -150,7 +172,8 @@ class FullyAsyncRun:
             "sync/bytes": moved,
             "sync/seconds": took,
             "sync/version": step,
-            "async/replaced": parts.herald.replaced,
+            "async/restarts": self._so_far.restarts,
+            "async/replaced": parts.herald.replaced + parts.rewards.replaced,
             "memory/peak_bytes": await parts.trainers.peak_memory(),
             "tokens/step": parts.queue.tokens.generated - before[0],
             "tokens/step_trained": parts.queue.tokens.trained - before[1],
@@ -330,7 +353,7 @@ class FullyAsyncRun:
         feeder, queue, store = self._parts.feeder, self._parts.queue, self._parts.checkpoints
         so_far = self._so_far
         so_far.next, so_far.again = feeder.next, sorted([*feeder.again, *queue.open_groups])
-        so_far.tokens = queue.tokens
+        so_far.tokens, so_far.trained = queue.tokens, queue.tokens.trained
         state = asdict(so_far)
         with self._parts.watch.timer("checkpoint"):
             await _in_thread(lambda call: store.save(step, state, lambda directory: call(write(directory))))

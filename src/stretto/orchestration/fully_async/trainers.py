@@ -16,22 +16,32 @@ from stretto.trainers import StepReport
 from stretto.types import Version
 
 
+class TrainerLost(RunError):
+    """A rank is gone, hangs or failed: the group has to begin anew."""
+
+
 class TrainerGroup:
-    """The ranks. A call returns what each of them said, or raises what the first that failed raised."""
+    """The ranks. A call returns what each of them said. Raises TrainerLost when one fails."""
 
     def __init__(self, config: RunConfig, cluster: Cluster):
-        self._config = config
-        self._ranks = cluster.start_trainers(config, cluster.partition)
+        self._config, self._cluster = config, cluster
+        self._ranks: list[Any] = []
         self._step_s = config.rollout.timeout_s
         self._switch_s = config.sync.timeout_s
 
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        return len(self._ranks)
+        return self._config.placement.trainers
 
     async def open(self, state: Path | None) -> None:
-        """Have the ranks meet and read the model. ValueError for what does not fit."""
+        """Start the ranks, anew if there are some; have them meet and read the model, and a checkpoint's `state`.
+
+        Raises ValueError for what does not fit.
+        """
+        for rank in self._ranks:
+            self._cluster.kill(rank)
+        self._ranks = self._cluster.start_trainers(self._config, self._cluster.partition)
         limit = self._config.engine.start_timeout_s
         place = await asked(self._ranks[0].place.remote(), limit, "the trainer's first process to start")
         await self._all("join", limit, place, None if state is None else str(state))
@@ -98,5 +108,5 @@ class TrainerGroup:
             if one in done and (error := one.exception()) is not None:
                 if isinstance(error, ValueError | RunError):
                     raise error
-                raise RunError(f"trainer rank {rank} failed in {method}: {type(error).__name__}: {error}") from error
+                raise TrainerLost(f"trainer rank {rank} failed in {method}: {type(error).__name__}: {error}") from error
         return [one.result() for one in said]

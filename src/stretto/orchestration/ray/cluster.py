@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from stretto.config import RunConfig
+from stretto.orchestration.ray.part import end_process
 
 _QUEUE_CPUS = 3
 """Logical ones: TransferQueue's controller and its two storage units take one each, and wait for ever for them."""
@@ -26,6 +27,7 @@ class Cluster:
 
     def __init__(self, config: RunConfig, stack: ExitStack):
         self._config = config
+        self._where: dict[Any, Any] = {}
         self.partition = f"stretto-{uuid.uuid4().hex[:12]}"
         self._bundles = _bundles(config, gpus=False)
         asynchronous = config.mode.kind == "fully_async"
@@ -78,11 +80,15 @@ class Cluster:
         placement = self._config.placement
         return self._start(RewardWorker, placement.trainers + placement.engines + slot, arguments, max_concurrency=8)
 
-    @staticmethod
-    def kill(handle: Any) -> None:
-        """End a process, however it is."""
+    def kill(self, handle: Any) -> None:
+        """End a process, however it is: dead, busy or stopped."""
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        with suppress(Exception):  # where it never said where it is, it never began
+            pid, node = ray.get(self._where.pop(handle), timeout=1.0)
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            ray.get(ray.remote(end_process).options(num_cpus=0, scheduling_strategy=there).remote(pid), timeout=20.0)
         with suppress(Exception):
             ray.kill(handle)
 
@@ -94,7 +100,9 @@ class Cluster:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         needed = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
         actor = ray.remote(**needed, **options)(part).options(scheduling_strategy=place, max_restarts=0)
-        return actor.remote(*arguments)
+        handle = actor.remote(*arguments)
+        self._where[handle] = handle.where.remote()
+        return handle
 
     def _place(self, ray: Any) -> Any:
         from ray.exceptions import GetTimeoutError

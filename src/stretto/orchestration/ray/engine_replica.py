@@ -19,8 +19,11 @@ from stretto.orchestration.dtypes import engine_dtype
 from stretto.orchestration.engines import open_engine, open_server, server_layout
 from stretto.orchestration.model import Model
 from stretto.orchestration.ray.bus import SampleBus, key_of
+from stretto.orchestration.ray.part import Part
 from stretto.types import Completion, FinishReason, Request, Rollout, Version, VersionSpan
 from stretto.world import World
+
+_CLEAR_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Generated:
     spans: tuple[VersionSpan, ...]
 
 
-class EngineReplica:
+class EngineReplica(Part):
     """Serves requests all the time, as an asynchronous actor. It has no weights until a version commits.
 
     `bounds` hold for every request of the run.
@@ -57,8 +60,10 @@ class EngineReplica:
         """How many requests are under way."""
         return len(self._waiting)
 
-    async def generate(self, request: Request, source_row: int) -> list[Generated]:
+    async def generate(self, request: Request, group_id: int, source_row: int) -> list[Generated]:
         """Put the samples of a group on the bus; those that were aborted are told of, and have no tokens there.
+
+        `request` has an id of its own, which no other that this replica ever gets has.
 
         Raises EngineError when the engine stops serving meanwhile.
         """
@@ -68,17 +73,23 @@ class EngineReplica:
         try:
             self._inbox.put(request)
             completions = await pending.future
+            completions.sort(key=lambda one: one.index)
+            await asyncio.to_thread(self._put, request, completions, group_id, source_row)
         finally:
             self._waiting.pop(request.id, None)
-        completions.sort(key=lambda one: one.index)
-        await asyncio.to_thread(self._put, request, completions, source_row)
         return [
             Generated(one.index, len(one.response_ids), one.finish_reason, one.version_spans) for one in completions
         ]
 
-    async def abort(self, request_ids: list[int]) -> None:
-        """End those requests."""
-        self._engine.abort(request_ids)
+    async def clear(self, timeout_s: float) -> None:
+        """End every request, and return when nothing of them is put on the bus any more.
+
+        Raises TimeoutError when that takes too long.
+        """
+        self._engine.abort(list(self._waiting))
+        async with asyncio.timeout(timeout_s):
+            while self._waiting:
+                await asyncio.sleep(_CLEAR_POLL_S)
 
     async def enter(self, payload: str, timeout_s: float) -> None:
         """See :class:`~stretto.sync.receivers.Enterable`."""
@@ -133,15 +144,15 @@ class EngineReplica:
             if not pending.future.done():
                 pending.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
 
-    def _put(self, request: Request, completions: list[Completion], source_row: int) -> None:
+    def _put(self, request: Request, completions: list[Completion], group_id: int, source_row: int) -> None:
         whole = [one for one in completions if one.finish_reason is not FinishReason.ABORT]
         if not whole:
             return
         temperature = request.sampling.temperature or 1.0
         self._bus.put(
-            [key_of(request.id, one.index) for one in whole],
+            [key_of(group_id, one.index) for one in whole],
             [
-                Rollout.of(one, request.prompt_ids, temperature=temperature, group_id=request.id, source_row=source_row)
+                Rollout.of(one, request.prompt_ids, temperature=temperature, group_id=group_id, source_row=source_row)
                 for one in whole
             ],
         )

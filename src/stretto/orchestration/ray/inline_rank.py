@@ -6,10 +6,11 @@ from pathlib import Path
 
 from stretto.config import RunConfig
 from stretto.orchestration.ray.meeting import Meeting, Place, take_part
+from stretto.orchestration.ray.part import Part
 from stretto.orchestration.result import RunResult
 
 
-class InlineRank:
+class InlineRank(Part):
     """Rank `rank` of `size`; generation and training take turns in it."""
 
     def __init__(self, config: RunConfig, rank: int, size: int):

@@ -8,11 +8,12 @@ from typing import Any
 from stretto.config import RunConfig
 from stretto.models.checkpoint import load_tokenizer, resolve
 from stretto.orchestration.ray.bus import SampleBus
+from stretto.orchestration.ray.part import Part
 from stretto.rewards import RewardPool, Sample
 from stretto.types import Prompt, Score
 
 
-class RewardWorker:
+class RewardWorker(Part):
     """Scores what is on the bus. The functions run in a child that is killed when a call takes too long."""
 
     def __init__(self, config: RunConfig, partition: str):

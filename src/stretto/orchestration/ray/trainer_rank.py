@@ -17,6 +17,7 @@ from stretto.orchestration.model import Model
 from stretto.orchestration.ray.bus import SampleBus
 from stretto.orchestration.ray.meeting import Meeting, Place, take_part
 from stretto.orchestration.ray.outlet import Outlet
+from stretto.orchestration.ray.part import Part
 from stretto.orchestration.training import open_trainer
 from stretto.trainers import StepReport
 from stretto.types import Batch, Version
@@ -30,7 +31,7 @@ class Share(NamedTuple):
     advantages: Sequence[float]
 
 
-class TrainerRank:
+class TrainerRank(Part):
     """An actor with two threads: one that trains, one that publishes the snapshot that it took."""
 
     def __init__(self, config: RunConfig, partition: str, rank: int, size: int):
