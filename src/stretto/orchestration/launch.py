@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -41,11 +42,14 @@ def train(config: RunConfig, resume: Path | None = None, replay: Path | None = N
         from stretto.orchestration.ray.launch import train_on_ray
 
         return train_on_ray(config, resume, replay)
-    return train_inline(config, resume, replay)
+    result = train_inline(config, resume, replay)
+    if int(os.environ.get("RANK", 0)) == 0:
+        conclude(result)
+    return result
 
 
 def train_inline(config: RunConfig, resume: Path | None, replay: Path | None) -> RunResult:
-    """As `train`, in this process and, under torchrun or Ray, its likes."""
+    """As `train`, in this process and, under torchrun or Ray, its likes; writes no report."""
     if resume is not None:
         return _go_on(config, resume)
     with _world(config) as world:
@@ -141,10 +145,7 @@ def _run(
             expected_peak=expected_peak(live.room, world) if live and live.room else None,
         )
         _tell(live, recorded, progress)
-        result = _turn(parts, progressed)
-    if world.first:
-        conclude(result)
-    return result
+        return _turn(parts, progressed)
 
 
 def _source(recorded: ReplaySource | None, live: Live | None) -> Any:

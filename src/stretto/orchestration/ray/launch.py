@@ -9,7 +9,7 @@ from pathlib import Path
 from stretto.config import RunConfig
 from stretto.errors import RunError
 from stretto.orchestration.ray.cluster import Cluster, asked
-from stretto.orchestration.result import RunResult
+from stretto.orchestration.result import RunResult, conclude
 
 
 def train_on_ray(config: RunConfig, resume: Path | None, replay: Path | None) -> RunResult:
@@ -21,7 +21,9 @@ def train_on_ray(config: RunConfig, resume: Path | None, replay: Path | None) ->
             if replay is not None:
                 raise ValueError('recorded rollouts need no engine beside the trainer: set mode.kind = "colocate"')
             return train_fully_async(config, resume, stack)
-        return asyncio.run(_colocate(config, Cluster(config, stack), resume, replay))
+        result = asyncio.run(_colocate(config, Cluster(config, stack), resume, replay))
+    conclude(result)  # here: what a rank prints last may be lost with the cluster
+    return result
 
 
 async def _colocate(config: RunConfig, cluster: Cluster, resume: Path | None, replay: Path | None) -> RunResult:
