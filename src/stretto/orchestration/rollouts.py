@@ -15,7 +15,7 @@ from stretto.errors import RunError
 from stretto.rewards import PendingScores, RewardPool, Sample
 from stretto.telemetry.metrics import PhaseTimer
 from stretto.telemetry.progress import Progress
-from stretto.types import Completion, FinishReason, Prompt, Request, Rollout, Sampling, Score
+from stretto.types import Completion, Failure, FinishReason, Prompt, Request, Rollout, Sampling, Score
 
 TRAIN, EVAL = 0, 1
 
@@ -110,27 +110,14 @@ class RolloutPhase:
         return finished, pending
 
     def _submit(self, job: Job, group: Sequence[Completion]) -> PendingScores:
-        return self._rewards.submit(
-            [
-                Sample(
-                    prompt=job.prompt.text,
-                    completion=self._text(completion),
-                    completion_ids=completion.response_ids,
-                    fields=job.prompt.fields,
-                    messages=job.prompt.messages,
-                )
-                for completion in group
-            ]
-        )
+        responses = [completion.response_ids for completion in group]
+        return self._rewards.submit(reward_samples(job.prompt, responses, self._tokenizer))
 
     def _wait(self, pending: PendingScores, deadline: float) -> list[Score]:
         try:
             return pending.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
             raise RunError(f"{error}: the rollout phase outlasted rollout.timeout_s = {self._timeout_s:g}") from error
-
-    def _text(self, completion: Completion) -> str:
-        return self._tokenizer.decode(completion.response_ids, skip_special_tokens=True)
 
 
 def _scored(job: Job, completion: Completion, score: Score, sampling: Sampling) -> Scored:
@@ -141,11 +128,30 @@ def _scored(job: Job, completion: Completion, score: Score, sampling: Sampling) 
     return Scored(completion.index, rollout.scored(score) if score.failure is None else rollout, score)
 
 
-def why_dropped(scored: Scored) -> str | None:
-    """The reason why a sample cannot be trained on, or None."""
-    if scored.rollout.finish_reason is FinishReason.ABORT:
+def reward_samples(prompt: Prompt, responses: Sequence[tuple[int, ...]], tokenizer: Any) -> list[Sample]:
+    """What the rewards are given of a prompt's responses (token ids)."""
+    return [
+        Sample(
+            prompt=prompt.text,
+            completion=tokenizer.decode(response_ids, skip_special_tokens=True),
+            completion_ids=response_ids,
+            fields=prompt.fields,
+            messages=prompt.messages,
+        )
+        for response_ids in responses
+    ]
+
+
+def why_dropped(reason: FinishReason, score: Score) -> str | None:
+    """The reason why a sample that ended so cannot be trained on, or None."""
+    if reason is FinishReason.ABORT:
         return "aborted"
-    return f"reward_{scored.score.failure.kind}" if scored.score.failure else None
+    return f"reward_{score.failure.kind}" if score.failure else None
+
+
+def failure_told(row: int, index: int, failure: Failure) -> str:
+    """A sample that could not be scored, in words."""
+    return f"row {row}, sample {index}: reward {failure.reward} {failure.kind}: {failure.detail}"
 
 
 def sample_records(kind: str, scored: Sequence[Scored], tokenizer: Any) -> list[dict[str, Any]]:

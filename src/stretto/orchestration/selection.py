@@ -9,7 +9,7 @@ from stretto.algorithms.advantages import group_advantages
 from stretto.config.run import RunConfig
 from stretto.errors import RunError
 from stretto.orchestration.queue import SampleQueue
-from stretto.orchestration.rollouts import Scored, why_dropped
+from stretto.orchestration.rollouts import Scored, failure_told, why_dropped
 from stretto.types import Batch, Rollout
 from stretto.world import World
 
@@ -19,7 +19,7 @@ def enqueue(queue: SampleQueue[Rollout], scored: Sequence[Scored]) -> None:
     for group_id, samples in Counter(one.rollout.group_id for one in scored).items():
         queue.reserve(group_id, samples)
     for one in scored:
-        reason = why_dropped(one)
+        reason = why_dropped(one.rollout.finish_reason, one.score)
         if reason is None:
             queue.offer(one.rollout.group_id, one.index, one.rollout)
         else:
@@ -46,15 +46,19 @@ def take_batch(queue: SampleQueue[Rollout], config: RunConfig) -> tuple[Batch, i
 def check_failures(scored: Sequence[Scored], config: RunConfig, world: World) -> list[str]:
     """All ranks' failures in words. RunError when their share is beyond reward.max_failed_share."""
     mine = [
-        f"row {one.rollout.source_row}, sample {one.index}: reward {failure.reward} {failure.kind}: {failure.detail}"
+        failure_told(one.rollout.source_row, one.index, failure)
         for one in scored
         if (failure := one.score.failure) is not None
     ]
     failed = [text for texts in world.gather(mine) for text in texts]
-    total = int(world.sum([len(scored)])[0])
+    check_failed_share(failed, int(world.sum([len(scored)])[0]), config)
+    return failed
+
+
+def check_failed_share(failed: Sequence[str], total: int, config: RunConfig) -> None:
+    """RunError when so many of `total` samples, in words, are beyond reward.max_failed_share."""
     if len(failed) > config.reward.max_failed_share * total:
         raise RunError(
             f"{len(failed)} of {total} samples could not be scored, more than reward.max_failed_share = "
             f"{config.reward.max_failed_share:g} allows. The first: {failed[0]}"
         )
-    return failed

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from stretto.config import RunConfig
 from stretto.data import PromptStream
@@ -19,7 +18,7 @@ from stretto.orchestration.queue import InlineQueue
 from stretto.orchestration.ray.bus import key_of
 from stretto.orchestration.ray.cluster import asked
 from stretto.orchestration.ray.engine_replica import Generated
-from stretto.orchestration.rollouts import TRAIN, sample_seed, train_sampling
+from stretto.orchestration.rollouts import TRAIN, failure_told, sample_seed, train_sampling, why_dropped
 from stretto.types import FinishReason, Prompt, Request, Sampling, Score
 
 _AGAIN = 3
@@ -49,9 +48,7 @@ class Grown:
     @property
     def why_dropped(self) -> str | None:
         """The reason why it cannot be trained on, or None."""
-        if self.generated.finish_reason is FinishReason.ABORT:
-            return "aborted"
-        return f"reward_{self.score.failure.kind}" if self.score.failure else None
+        return why_dropped(self.generated.finish_reason, self.score)
 
 
 class Grower:
@@ -97,7 +94,7 @@ class Grower:
             replica = await self._replica(least)
             replica.groups.add(request.id)
             try:
-                return await _answer(replica.handle.generate.remote(request, group_id, row))
+                return await asked(replica.handle.generate.remote(request, group_id, row), None, replica.name)
             except ValueError:
                 raise
             except Exception as error:
@@ -112,11 +109,6 @@ class Grower:
             while (replica := self._fleet.pick(least)) is None:
                 await self.changed.wait()
             return replica
-
-
-async def _answer(reference: Any) -> Any:
-    """The deadline is the caller's."""
-    return await asked(reference, 10.0**7, "an engine")
 
 
 class Feeder:
@@ -138,8 +130,8 @@ class Feeder:
         """Whether nothing may be begun, until new weights are in place."""
         self.failures: list[str] = []
         """Samples that could not be scored, in words, since they were last reported."""
-        self.grown = Counter[str]()
-        """Samples that ended, scored and failed, since they were last reported."""
+        self.grown = 0
+        """Samples that ended, those among them, since then."""
         self.generating = 0
 
     async def run(self) -> None:
@@ -204,10 +196,9 @@ class Feeder:
                 self._queue.offer(position, one.index, one)
             else:
                 self._queue.drop(position, one.index, one.response_tokens, reason)
-            self.grown["failed" if one.score.failure else "scored"] += 1
             if failure := one.score.failure:
-                where = f"row {one.source_row}, sample {one.index}"
-                self.failures.append(f"{where}: reward {failure.reward} {failure.kind}: {failure.detail}")
+                self.failures.append(failure_told(one.source_row, one.index, failure))
+        self.grown += len(grown)
 
     def _raise_failed(self) -> None:
         for task in [one for one in self._tasks if one.done()]:

@@ -50,13 +50,14 @@ def train_fully_async(config: RunConfig, resume: Path | None, stack: ExitStack) 
     progressed = progressed_at(store, store.latest() if resume is not None else None)
     progressed.incarnation = next_incarnation(run_dir, world)
     cluster = Cluster(config, stack)
-    result = asyncio.run(_run(config, model, data, cluster, store, progressed, run_dir, stack))
+    result = asyncio.run(_run(config, world, model, data, cluster, store, progressed, run_dir, stack))
     conclude(result)
     return result
 
 
 async def _run(
     config: RunConfig,
+    world: World,
     model: Model,
     data: PromptSet,
     cluster: Cluster,
@@ -101,7 +102,7 @@ async def _run(
         log=log,
         watch=Watch(PhaseTimer(), progress),
         run_dir=run_dir,
-        world=World(0, 1, torch.device("cpu")),
+        world=world,
     )
     result = await FullyAsyncRun(parts, progressed).run()
     for replica in fleet.replicas:

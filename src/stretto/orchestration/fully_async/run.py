@@ -28,6 +28,7 @@ from stretto.orchestration.ray.trainer_rank import Share
 from stretto.orchestration.result import RunResult
 from stretto.orchestration.rollouts import Scored, Watch, sample_records
 from stretto.orchestration.rundir import next_incarnation
+from stretto.orchestration.selection import check_failed_share
 from stretto.telemetry.runlog import RunLog
 from stretto.trainers import StepReport
 from stretto.types import Prompt, Version
@@ -246,21 +247,16 @@ class FullyAsyncRun:
         await asyncio.to_thread(self._parts.bus.clear, [one.key for group in groups for one in group])
 
     def _check_failures(self) -> None:
-        """RunError when too many samples since the last step could not be scored."""
+        """RunError when too many samples since the last look could not be scored."""
         feeder = self._parts.feeder
-        total, failed = feeder.grown.total(), feeder.grown["failed"]
+        total, failed = feeder.grown, list(feeder.failures)
         if total < self._config.rollout.prompts_per_step * self._config.rollout.samples_per_prompt:
             return
-        first = feeder.failures[0] if feeder.failures else ""
-        for text in feeder.failures:
+        for text in failed:
             self._parts.watch.progress.note(f"dropped {text}")
         feeder.failures.clear()
-        feeder.grown.clear()
-        if failed > self._config.reward.max_failed_share * total:
-            raise RunError(
-                f"{failed} of {total} samples could not be scored, more than reward.max_failed_share = "
-                f"{self._config.reward.max_failed_share:g} allows. The first: {first}"
-            )
+        feeder.grown = 0
+        check_failed_share(failed, total, self._config)
 
     def _lag_metrics(self, grown: Sequence[Grown], trainer: int) -> dict[str, Any]:
         lags = [lag(one.generated.spans, trainer) for one in grown]

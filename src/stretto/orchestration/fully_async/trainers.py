@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from stretto.config import RunConfig
 from stretto.errors import RunError
 from stretto.orchestration.fully_async.fleet import Replica
-from stretto.orchestration.ray.cluster import Cluster, asked
+from stretto.orchestration.ray.cluster import Cluster, all_asked, asked
 from stretto.orchestration.ray.trainer_rank import Share
 from stretto.trainers import StepReport
 from stretto.types import Version
@@ -82,10 +81,6 @@ class TrainerGroup:
         """Bytes, of the rank that had most."""
         return (await self._all("peak_memory", self._switch_s))[0]
 
-    async def close(self) -> None:
-        """Leave the group."""
-        await self._all("close", self._switch_s)
-
     async def _all(self, method: str, timeout_s: float, *arguments: Any, group: str | None = None) -> list[Any]:
         return await self._each(method, timeout_s, [arguments] * self.size, group)
 
@@ -97,16 +92,4 @@ class TrainerGroup:
             getattr(rank, method).options(**options).remote(*words)
             for rank, words in zip(self._ranks, arguments, strict=True)
         ]
-        said = [
-            asyncio.ensure_future(asked(one, timeout_s, f"trainer rank {rank} ({method})"))
-            for rank, one in enumerate(references)
-        ]
-        done, pending = await asyncio.wait(said, return_when=asyncio.FIRST_EXCEPTION)
-        for one in pending:
-            one.cancel()
-        for rank, one in enumerate(said):
-            if one in done and (error := one.exception()) is not None:
-                if isinstance(error, ValueError | RunError):
-                    raise error
-                raise TrainerLost(f"trainer rank {rank} failed in {method}: {type(error).__name__}: {error}") from error
-        return [one.result() for one in said]
+        return await all_asked(references, timeout_s, f"{method} of trainer rank", TrainerLost)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 
 from stretto.config import RunConfig
+from stretto.errors import RunError
 from stretto.orchestration.ray.part import end_process
 
 _QUEUE_CPUS = 3
@@ -118,8 +119,11 @@ class Cluster:
         return group
 
 
-async def asked(reference: Any, timeout_s: float, what: str) -> Any:
-    """The answer of an actor. Raises TimeoutError that says for `what` it was waited, or what the actor raised."""
+async def asked(reference: Any, timeout_s: float | None, what: str) -> Any:
+    """The answer of an actor. Raises TimeoutError that says for `what` it was waited, or what the actor raised.
+
+    None leaves the deadline to the caller, or to what the actor does.
+    """
     from ray.exceptions import RayTaskError
 
     async def answer() -> Any:
@@ -139,6 +143,25 @@ def _start_queue(stack: ExitStack) -> None:
 
     transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}))
     stack.callback(transfer_queue.close)
+
+
+async def all_asked(
+    references: Sequence[Any], timeout_s: float | None, who: str, failed: Callable[[str], Exception]
+) -> list[Any]:
+    """What the ranks of a group answer, each of them called `who` and its number; the first that fails ends the wait.
+
+    Raises its ValueError or RunError as it is, and anything else as what `failed` makes of the words.
+    """
+    said = [asyncio.ensure_future(asked(one, timeout_s, f"{who} {rank}")) for rank, one in enumerate(references)]
+    done, pending = await asyncio.wait(said, return_when=asyncio.FIRST_EXCEPTION)
+    for one in pending:
+        one.cancel()
+    for rank, one in enumerate(said):
+        if one in done and (error := one.exception()) is not None:
+            if isinstance(error, ValueError | RunError):
+                raise error
+            raise failed(f"{who} {rank} failed: {type(error).__name__}: {error}") from error
+    return [one.result() for one in said]
 
 
 def _bundles(config: RunConfig, *, gpus: bool) -> list[dict[str, float]]:

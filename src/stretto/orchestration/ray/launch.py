@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stretto.config import RunConfig
 from stretto.errors import RunError
-from stretto.orchestration.ray.cluster import Cluster, asked
+from stretto.orchestration.ray.cluster import Cluster, all_asked, asked
 from stretto.orchestration.result import RunResult, conclude
 
 
@@ -29,18 +29,5 @@ def train_on_ray(config: RunConfig, resume: Path | None, replay: Path | None) ->
 async def _colocate(config: RunConfig, cluster: Cluster, resume: Path | None, replay: Path | None) -> RunResult:
     ranks = cluster.start_inline(config)
     place = await asked(ranks[0].place.remote(), config.engine.start_timeout_s, "the first process to start")
-    runs = [asyncio.ensure_future(_run(rank, place, resume, replay)) for rank in ranks]
-    done, pending = await asyncio.wait(runs, return_when=asyncio.FIRST_EXCEPTION)
-    for one in pending:
-        one.cancel()
-    for rank, one in enumerate(runs):
-        if one in done and (error := one.exception()) is not None:
-            if isinstance(error, ValueError | RunError):
-                raise error
-            raise RunError(f"rank {rank} failed: {type(error).__name__}: {error}") from error
-    return runs[0].result()
-
-
-async def _run(rank: object, place: object, resume: Path | None, replay: Path | None) -> RunResult:
-    """The waits inside of a rank have deadlines of their own."""
-    return await asked(rank.run.remote(place, resume, replay), 10.0**7, "a rank")  # type: ignore[attr-defined]
+    runs = [rank.run.remote(place, resume, replay) for rank in ranks]
+    return (await all_asked(runs, None, "rank", RunError))[0]

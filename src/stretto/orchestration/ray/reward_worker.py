@@ -9,7 +9,8 @@ from stretto.config import RunConfig
 from stretto.models.checkpoint import load_tokenizer, resolve
 from stretto.orchestration.ray.bus import SampleBus
 from stretto.orchestration.ray.part import Part
-from stretto.rewards import RewardPool, Sample
+from stretto.orchestration.rollouts import reward_samples
+from stretto.rewards import RewardPool
 from stretto.types import Prompt, Score
 
 
@@ -29,16 +30,8 @@ class RewardWorker(Part):
 
     def score(self, keys: Sequence[str], prompt: Prompt) -> list[Score]:
         """The scores of a prompt's samples; those that did not fail are on the bus as well."""
-        samples = [
-            Sample(
-                prompt=prompt.text,
-                completion=self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True),
-                completion_ids=rollout.response_ids,
-                fields=prompt.fields,
-                messages=prompt.messages,
-            )
-            for rollout in self._bus.get(keys, scored=False)
-        ]
+        responses = [rollout.response_ids for rollout in self._bus.get(keys, scored=False)]
+        samples = reward_samples(prompt, responses, self._tokenizer)
         scores = self._pool.submit(samples).result(self._timeout_s)
         good = [(key, score) for key, score in zip(keys, scores, strict=True) if score.failure is None]
         if good:

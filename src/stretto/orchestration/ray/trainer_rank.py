@@ -93,14 +93,6 @@ class TrainerRank(Part):
         """Write a Hugging Face checkpoint, into an existing directory."""
         self._trainer.export(Path(directory), engine_dtype(self._config, self._world))
 
-    def logprobs(self, keys: Sequence[str]) -> list[tuple[float, ...]]:
-        """The trainer's own log-probs of samples on the bus. All ranks call together, each with its share."""
-        return self._trainer.logprobs(self._bus.get(keys))
-
     def peak_memory(self) -> float:
         """Bytes, over all ranks."""
         return measure.peak_memory(self._world)
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._stack.close()
